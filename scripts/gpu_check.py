@@ -1,4 +1,4 @@
-"""Checks of the GPU path, one subcommand a step: imports, noise, attention, trainer, validator, vllm, or all.
+"""Checks of the GPU path, one subcommand a step: imports, noise, attention, trainer, validator, vllm_v1, vllm_v2, or all.
 
 Each step prints one line of JSON: {"step", "ok", "values", "missed"} or {"step", "skipped": "needs ..."}. The exit code is 1 if
 a check is missed. A machine with a GPU needs torch, Triton, transformers and this checkout; a step says what else is missing.
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent / "bench"))
 
 from checks import Check, Output
 
-from gpu_engines import validator, vllm
+from gpu_engines import validator, vllm_v1, vllm_v2
 from gpu_step import Skipped, Step, model_folder, need
 
 
@@ -214,7 +214,7 @@ def trainer(step: Step) -> None:
         step.at_least("snapshot_gb_per_second", num_bytes(copied) / 1e9 / snapshot_seconds, 1)
 
 
-STEPS = {step.__name__: step for step in (imports, noise, attention, trainer, validator, vllm)}
+STEPS = {step.__name__: step for step in (imports, noise, attention, trainer, validator, vllm_v1, vllm_v2)}
 
 
 def run(name: str, *, dry: bool) -> list[Check]:

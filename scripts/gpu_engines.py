@@ -1,4 +1,4 @@
-"""The steps of gpu_check.py for engines: the validator's, and vLLM."""
+"""The steps of gpu_check.py for engines: the validator's, and vLLM's two model runners."""
 
 from __future__ import annotations
 
@@ -52,10 +52,20 @@ def validator(step: Step) -> None:
     asyncio.run(compare())
 
 
-def vllm(step: Step) -> None:
-    """Sample with both model runners, with proofs, and compare tokens and logprobs with a forward pass."""
-    if step.dry:
-        raise Skipped("needs a GPU; tests/conformance/test_vllm_v2.py runs both model runners on a CPU")
+def vllm_v1(step: Step) -> None:
+    """Sample with vLLM's model runner V1."""
+    _sample(step, "v1")
+
+
+def vllm_v2(step: Step) -> None:
+    """Sample with vLLM's model runner V2."""
+    _sample(step, "v2")
+
+
+def _sample(step: Step, runner: str) -> None:
+    """Sample with proofs, and compare tokens and logprobs with a forward pass."""
+    if step.dry and runner == "v2":
+        raise Skipped("needs a GPU; tests/conformance/test_vllm_v2.py runs V2 on a CPU")
     need("transformers", "prime_node.adapters.engines.vllm_engine")
     import asyncio
 
@@ -67,30 +77,33 @@ def vllm(step: Step) -> None:
     from prime_node.ports.engine import GenerateRequest, ScoreRequest
     from prime_protocol.assignment import Sampling
 
-    asked = [GenerateRequest(tuple(range(n, n + 20)), seed=n, proofs=True) for n in range(256)]
-    sampling = Sampling(temperature=1.0, completion_tokens_max=128, stop_token_ids=(0,))
+    count, length = (8, 16) if step.dry else (256, 128)
+    asked = [GenerateRequest(tuple(range(n + 1, n + 21)), seed=n, proofs=True) for n in range(count)]
+    sampling = Sampling(temperature=1.0, completion_tokens_max=length, stop_token_ids=(0,))
 
-    async def compare(runner: str) -> None:
+    async def compare() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = model_folder(step, Path(folder))
             weights = initial_weights(model, 0)
-            engine = VllmEngine(model, context_tokens_max=256, model_runner=runner)
+            engine = VllmEngine(model, context_tokens_max=256, model_runner=runner, dtype="bf16")
+            started = time.perf_counter()
             await engine.load(weights, policy_version=0)
+            step.values["start_seconds"] = time.perf_counter() - started
             await engine.generate(asked, sampling)
             started = time.perf_counter()
             completions = await engine.generate(asked, sampling)
             tokens = sum(len(one.token_ids) for one in completions)
-            step.values[f"{runner}_tokens_per_second"] = tokens / (time.perf_counter() - started)
+            if not step.dry:
+                step.values["tokens_per_second"] = tokens / (time.perf_counter() - started)
             await engine.close()
-            scorer = TransformersEngine(model, dtype="bf16", device="cuda")
+            scorer = TransformersEngine(model, dtype="bf16", device=step.device)
             await scorer.load(weights, policy_version=0)
             done = zip(asked, completions, strict=True)
             to_score = [ScoreRequest(a.prompt_token_ids, one.token_ids, a.seed, hidden=True) for a, one in done]
             found = await scorer.prefill(to_score, sampling)
             claimed = np.array([nats for one in completions for nats in one.logprobs])
-            step.at_most(f"{runner}_logprob_error_mean", float(np.abs(found.logprobs_T - claimed).mean()), 0.02)
-            step.at_most(f"{runner}_flips", float((found.margins_T > 0).mean()), 0.02)
+            step.at_most("logprob_error_mean", float(np.abs(found.logprobs_T - claimed).mean()), 0.02)
+            step.at_most("flips", float((found.margins_T > 0).mean()), 0.02)
             await scorer.close()
 
-    for runner in ("v1", "v2"):
-        asyncio.run(compare(runner))
+    asyncio.run(compare())
