@@ -154,7 +154,7 @@ async def test_an_invitation_admits_its_number_of_keys() -> None:
         await turned_away(world, ANNA, ErrorCode.MALFORMED, invite="let me in")
         await turned_away(world, ANNA, ErrorCode.BAD_SIGNATURE, invite=invitation(world, TRAINER))
         await turned_away(world, ANNA, ErrorCode.WRONG_RUN, invite=invitation(world, run="00" * 32))
-        await turned_away(world, ANNA, ErrorCode.EXPIRED, invite=invitation(world, expires_at_ms=1))
+        await turned_away(world, ANNA, ErrorCode.NOT_INVITED, invite=invitation(world, expires_at_ms=1))
         await world.client(ANNA).join(request(invite=invitation(world)))
         await world.client(ANNA).join(request())  # it is known from now on
         await turned_away(world, BEN, ErrorCode.NOT_INVITED, invite=invitation(world))

@@ -7,7 +7,7 @@ They follow the checks that every signed request passes (requests.py):
         its delegation, if it has one, holds                   persons.py
     (2) the key or its person is on the operator's list, if there is one
                                                                NOT_INVITED
-    (3) a new key has an invitation, if one is required        NOT_INVITED, BAD_SIGNATURE, WRONG_RUN, EXPIRED
+    (3) a new key has an invitation, if one is required        NOT_INVITED, BAD_SIGNATURE, WRONG_RUN
     (4) there is room in the run, and for its network          UNAVAILABLE, TOO_MANY_REQUESTS
     (5) no other key of its network was banned recently        TOO_MANY_REQUESTS
 
@@ -159,7 +159,12 @@ class WorkerAdmission:
                 ErrorCode.NOT_INVITED,
                 "this run needs an invitation: ask its operator for a join link that holds one",
             )
-        invite = open_invite(request.invite, self.run, now_ms=self.clock.now_ms())
+        try:
+            invite = open_invite(request.invite, self.run, now_ms=self.clock.now_ms())
+        except RemoteError as error:
+            if error.code is not ErrorCode.EXPIRED:
+                raise
+            raise RemoteError(ErrorCode.NOT_INVITED, error.detail) from None  # EXPIRED is for clocks: callers ask again
         used = self.decisions.state.invites.get(invite.invite, 0)
         if used >= invite.keys_max:
             raise RemoteError(
