@@ -28,6 +28,7 @@ from prime_node.coordinator.assignments import secret_of
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.daemon import serve_coordinator
 from prime_node.ports.environment import HeldOutProblem
+from prime_protocol import limits
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
@@ -72,6 +73,13 @@ class Letters:
 
     def held_out(self, count: int) -> list[HeldOutProblem]:
         return []
+
+
+class LongTexts(Letters):
+    """Environment whose prompts are almost as long as a run allows."""
+
+    def prompt(self, index: int) -> str:
+        return str(index).ljust(limits.Limits().prompt_tokens_max, "x")
 
 
 class Bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.node.archive_world import PART, offer, replayable, state_of
 from tests.node.batch_coordinator import BatchCoordinator
 from tests.node.batch_coordinator import make_run as make_trainers_run
 from tests.node.coordinator_world import (
@@ -22,6 +23,7 @@ from tests.node.publisher_world import make, publish
 from tests.node.rotten_world import be_bad_sector
 
 from prime_node.ports.transport import Unreachable
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.verdict import RejectReason
 
@@ -69,6 +71,23 @@ async def test_an_index_that_is_damaged_before_its_manifest_comes_is_uploaded_ag
         for blob in blobs:
             await trainer.put_blob(blob)
         await trainer.publish(signed.envelope)
+
+
+@pytest.mark.parametrize("damage", [flip, lambda path, patch: be_bad_sector(patch, path)], ids=["bit", "sector"])
+async def test_a_training_state_that_is_damaged_before_its_manifest_comes_is_uploaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Damage
+) -> None:
+    """The answer was that the coordinator is busy, or that the trainer had sent other bytes."""
+    run = replayable()
+    async with running(await folder_parts(run, tmp_path)) as world:
+        for blob in (PART, index := state_of(run, 0)):
+            await world.client(TRAINER).put_blob(blob)
+        with monkeypatch.context() as patch:
+            damage(blob_at(tmp_path, digest_of(index)), patch)
+            with pytest.raises(RemoteError) as caught:
+                await offer(world, with_state=False)
+        assert caught.value.code is ErrorCode.NOT_FOUND
+        await offer(world)
 
 
 async def test_a_trainer_starts_without_a_part_of_policy_0_that_never_arrives(

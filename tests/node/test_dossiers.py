@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.node.coordinator_world import (
     ANNA,
     COORDINATOR,
     ROOT,
+    LongTexts,
     folder_parts,
     make_parcel,
     make_run,
@@ -17,9 +19,11 @@ from tests.node.coordinator_world import (
 )
 from tests.node.dossiers_world import CALIBRATED, CLASS, case_in, check, judge, judged
 from tests.node.ledger_world import receipts_of
+from tests.node.rotten_world import be_bad_sector
 from typer.testing import CliRunner
 
 from prime_node.cli.deciding_bundle import compared, confirmed
+from prime_node.cli.dossier_file import LINE_BYTES_MAX
 from prime_node.cli.main import app
 from prime_node.ports.store import StoredReceipt
 from prime_protocol.dossier import BanStatement
@@ -47,6 +51,42 @@ async def test_a_statistical_ban_can_be_checked_by_a_stranger(tmp_path: Path) ->
     shown = CliRunner().invoke(app, ["evidence", "verify", str(file)])
     assert "ok   the ban follows from the evidence in these receipts" in shown.stdout
     assert "not pinned" in shown.stdout
+
+
+async def test_a_ban_by_bundles_of_long_prompts_can_be_checked(tmp_path: Path) -> None:
+    """The line of their lease was longer than a reader took."""
+    run = make_run(groups_per_step=64, rollouts_per_group=1)
+    parts = replace(await folder_parts(run, tmp_path), environments={"letters": LongTexts()})
+    async with running(parts) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for _ in range(2):
+            lease = await world.lease(ANNA, rollouts_max=24)
+            await world.client(ANNA).upload(make_parcel(lease, ANNA))
+            await judge(world, reason=RejectReason.SEED_MISMATCH)
+        file = await case_in(world, tmp_path)
+    assert max(map(len, file.read_bytes().splitlines())) > LINE_BYTES_MAX
+    code, report = check(file, "--run", run.digest)
+    assert (code, report["kind"], report["fault"]) == (0, "hard", "")
+    rings = [seal(b"1" * LINE_BYTES_MAX, kind, ANNA).to_bytes() for kind in (PayloadType.KEY_RING, PayloadType.RECEIPT)]
+    file.write_bytes(b"\n".join([file.read_bytes().splitlines()[0], *rings]))
+    assert "line_bytes_max" in str(check(file)[1]["fault"])
+
+
+async def test_a_deciding_bundle_that_the_disk_cannot_read_costs_no_dossier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start tried to write it, and failed."""
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        await judged(world, reason=RejectReason.SEED_MISMATCH)
+        parcel = make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA)
+        bundle = (await world.client(ANNA).upload(parcel)).bundle
+        be_bad_sector(monkeypatch, tmp_path / "bundles" / bundle[:2] / bundle)
+        await judge(world, reason=RejectReason.SEED_MISMATCH)
+        file = await case_in(world, tmp_path)
+    assert check(file)[0] == 0
 
 
 async def test_a_ban_by_strikes_can_be_checked_and_an_operators_ban_is_reported_as_such(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.node.coordinator_world import (
     ANNA,
     TRAINER,
-    Letters,
+    LongTexts,
     make_parcel,
     make_run,
     memory_parts,
@@ -24,7 +24,7 @@ from prime_node.adapters.web.http_client import HttpClient
 from prime_node.training_data.feed import Feed
 from prime_node.worker.spool import Spool
 from prime_protocol.digest import digest_of
-from prime_protocol.limits import ENVELOPE_BYTES_MAX, Limits
+from prime_protocol.limits import ENVELOPE_BYTES_MAX
 from prime_protocol.replies import UploadReply
 
 HOUR_S = 3_600.0
@@ -57,13 +57,6 @@ async def test_finished_work_is_kept_while_the_machines_clock_is_wrong(tmp_path:
         assert not (tmp_path / "refused.jsonl").exists()
         assert await world.client(ANNA).upload(parcel) == UploadReply(bundle=digest_of(parcel), verdict=None)
         assert (await world.status())["pending_bundles"] == 1
-
-
-class LongTexts(Letters):
-    """Environment whose prompts are almost as long as a run allows."""
-
-    def prompt(self, index: int) -> str:
-        return str(index).ljust(Limits().prompt_tokens_max, "x")
 
 
 async def test_leases_checks_and_batches_of_long_prompts_arrive() -> None:

@@ -11,6 +11,7 @@ from tests.node.seed_chain_world import chained, leased_and_judged
 from typer.testing import CliRunner
 
 from prime_node.cli.main import app
+from prime_node.worker import receipts
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.assignment import Lease
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
@@ -54,6 +55,25 @@ def test_the_file_that_a_worker_keeps_convicts_its_coordinator(tmp_path: Path, s
     code, shown = checked(file, "--json")
     assert (code, json.loads(shown)["what"]) == (0, "the receipt says step 99, the lease 0")
     assert json.loads(checked(file, "--json", "--run", "0" * 64)[1])["ok"] is False, "another run"
+
+
+def test_a_worker_keeps_the_newest_leases_of_long_prompts_in_bounded_memory(
+    tmp_path: Path, statements: Statements, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 leases of the largest size, with their tokens as objects, took many gigabytes."""
+    run, lease, receipt = statements
+    leases = [lease.model_copy(update={"lease_id": str(number) * 64}) for number in range(3)]
+    signed = [seal(one, PayloadType.LEASE, COORDINATOR) for one in leases]
+    monkeypatch.setattr(receipts, "LEASES_BYTES_MAX", len(signed[0].payload) * 2)
+    book = ReceiptBook(tmp_path, run=run, worker=ANNA.key_id)
+    for one, envelope in zip(leases, signed, strict=True):
+        book.note_lease(one, envelope)
+    for number, one in enumerate(leases):
+        lie = receipt.model_copy(update={"lease_id": one.lease_id, "bundle": str(number) * 64, "step": 99})
+        sent = seal(lie, PayloadType.RECEIPT, COORDINATOR).to_bytes().decode()
+        book.add(ReceiptList(receipts=(sent,), next=number + 1), now_ms=receipt.at_ms)
+    kept = sorted(file.name for file in tmp_path.glob("contradiction-*.jsonl"))
+    assert kept == [f"contradiction-{one.lease_id[:16]}.jsonl" for one in leases[1:]]
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,14 @@ One envelope a line: the RunSpec, the key rings in order, the lease, the receipt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 
 from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
-from prime_node.cli.dossier_file import read_dossier_part
+from prime_node.cli.dossier_file import open_lines, read_dossier_part
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
 from prime_protocol.contradiction import contradiction
-from prime_protocol.envelope import PayloadType, open_envelope, parse_json
+from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun, open_run_spec
@@ -43,7 +42,7 @@ def read_contradiction(path: Path, *, pinned: str | None) -> FalseStatement:
         data = read_dossier_part(path, limits.UNPINNED_DOSSIER_BYTES_MAX)
     except OSError as error:
         raise LocalError(f"{path}: {error.strerror}; a worker writes contradiction-LEASE.jsonl to its folder") from None
-    envelopes = [open_envelope(line.rstrip(b"\n"), bytes_max=2 * limits.RUN_SPEC_BYTES_MAX) for line in BytesIO(data)]
+    envelopes = open_lines(data)
     if len(envelopes) < 3:
         raise RemoteError(ErrorCode.MALFORMED, "expected a RunSpec, key rings, a lease and a receipt")
     first, *rings, signed_lease, signed_receipt = envelopes

@@ -12,11 +12,14 @@ from prime_protocol import limits
 from prime_protocol.assignment import Lease
 from prime_protocol.dossier import BanStatement
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.rollout import RolloutHeader
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.verdict import Receipt
+
+LINE_BYTES_MAX = 2 * limits.RUN_SPEC_BYTES_MAX
+"""A line that is not a lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +48,7 @@ def read_dossier(path: Path, *, pinned: str | None) -> DossierFile:
         raise LocalError(
             f"{path}: {error.strerror}; a ban dossier is a file in the run's coordinator/evidence/"
         ) from None
-    # Line by line: the first broken one ends it, before the others take memory.
-    envelopes = [open_envelope(line.rstrip(b"\n"), bytes_max=2 * limits.RUN_SPEC_BYTES_MAX) for line in BytesIO(data)]
+    envelopes = open_lines(data)
     if not envelopes:
         raise RemoteError(ErrorCode.MALFORMED, "an empty file is not a ban dossier")
     run = open_run_spec(envelopes[0], pinned=pinned or envelopes[0].digest)
@@ -102,6 +104,19 @@ def _former_keys(run: PinnedRun, dated: list[tuple[Envelope, int]]) -> list[str]
         if former is not None and former.is_void and ban is not None and ban.ring <= former.ring:
             raise RemoteError(ErrorCode.REVOKED, f"a statement is {former.text}")
     return former_key_notes(formers)
+
+
+def open_lines(data: bytes) -> list[Envelope]:
+    """Open a file with one envelope a line. Only a lease may be longer than a RunSpec, as it holds prompts.
+
+    The first broken line ends it, before the others take memory. Raises RemoteError.
+    """
+    found = []
+    for line in BytesIO(data):
+        found.append(open_envelope(line.rstrip(b"\n"), bytes_max=limits.WORK_BYTES_MAX))
+        if len(line) > LINE_BYTES_MAX and found[-1].payload_type != PayloadType.LEASE:
+            raise LimitExceeded("line_bytes_max", len(line), LINE_BYTES_MAX)
+    return found
 
 
 def read_dossier_part(path: Path, bytes_max: int | None) -> bytes:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state.records import Ban, WorkerRecord
-from prime_node.ports.blobs import Blobs
+from prime_node.ports.blobs import Blobs, DamagedBlob
 from prime_node.ports.documents import Documents
 from prime_node.ports.store import Store, StoredReceipt
 from prime_protocol import limits
@@ -97,8 +97,8 @@ class BanDossiers:
     async def _keep_parcel(self, bundle: str) -> None:
         try:
             await self.private.write(f"{bundle}.parcel", await self.bundles.get(bundle))
-        except KeyError:
-            log.warning("bundle %s, the evidence of a ban, is already deleted", bundle[:12])
+        except (KeyError, DamagedBlob):
+            log.warning("bundle %s, the evidence of a ban, is deleted or damaged", bundle[:12])
 
     async def _contradicting_headers(self, worker: str, receipts: list[Envelope]) -> list[Envelope]:
         """Return the headers that the intake kept for the receipts that reject a bundle as equivocation."""

@@ -49,6 +49,8 @@ class Tally:
 
 LEASES_KEPT = 64
 """Number of newest signed leases kept until the receipt of their bundle."""
+LEASES_BYTES_MAX = 4 * limits.WORK_BYTES_MAX
+"""Bytes of these leases in memory, which hold prompts."""
 RECEIPTS_BYTES_MAX = 2**30
 """Size of receipts.jsonl above which the worker ends: years of receipts, or a coordinator that fills the disk."""
 CONTRADICTIONS_MAX = 16
@@ -114,7 +116,7 @@ class ReceiptBook:
         """Receipts by bundle, the most recently changed one last."""
         self._totals: Counter[str] = Counter()
         """Rollouts by outcome, and the tokens credited."""
-        self._leases: OrderedDict[str, tuple[Lease, Envelope]] = OrderedDict()
+        self._leases: OrderedDict[str, Envelope] = OrderedDict()
         self._bundles: OrderedDict[str, str] = OrderedDict()
         self._answered: set[bytes] = set()
         """Leases for which a bundle was signed."""
@@ -131,8 +133,10 @@ class ReceiptBook:
 
     def note_lease(self, lease: Lease, envelope: Envelope) -> None:
         """Remember an accepted lease, to compare its receipt with it."""
-        self._leases[lease.lease_id] = (lease, envelope)
-        if len(self._leases) > LEASES_KEPT:
+        self._leases[lease.lease_id] = envelope
+        held = [len(one.payload) for one in self._leases.values()]
+        while len(held) > LEASES_KEPT or sum(held) > LEASES_BYTES_MAX:
+            del held[0]
             self._leases.popitem(last=False)
 
     def note_bundle(self, bundle: str, lease_id: str) -> None:
@@ -201,14 +205,17 @@ class ReceiptBook:
 
     def _compare(self, receipt: Receipt, signed: Envelope) -> None:
         known = self._leases.get(self._bundles.get(receipt.bundle, receipt.lease_id))
-        if known is None or not (what := contradiction(receipt, known[0], self._run.spec)):
+        if known is None:
+            return
+        lease = parse_json(known.payload, Lease)
+        if not (what := contradiction(receipt, lease, self._run.spec)):
             return
         folder = self._file.parent
-        file = place(folder, f"contradiction-{known[0].lease_id[:16]}.jsonl")
+        file = place(folder, f"contradiction-{lease.lease_id[:16]}.jsonl")
         if file.exists() or len(list(folder.glob("contradiction-*.jsonl"))) >= CONTRADICTIONS_MAX:
             return
         rings = (ring for _, ring in self._run.keys.rings)
-        lines = (self._run.envelope, *rings, known[1], signed)
+        lines = (self._run.envelope, *rings, known, signed)
         write_durably(file, b"".join(one.to_bytes() + b"\n" for one in lines))
         log.error(
             "the coordinator contradicts itself: %s. %s holds both statements: show it to other participants, who check it with "
