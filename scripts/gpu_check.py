@@ -166,8 +166,6 @@ def trainer(step: Step) -> None:
     need("transformers", "prime_node.adapters.training.torch_backend")
     import random
 
-    import torch
-
     from prime_node.adapters.models.model_config import model_shape
     from prime_node.adapters.training.ranks import Ranks
     from prime_node.adapters.training.sharding import Placement
