@@ -6,12 +6,15 @@ After `write_durably` has returned, the file is complete, even after kill -9 or 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import secrets
 from pathlib import Path
 
-from prime_node.inside import naming
+from prime_node.inside import naming, read_regular
 from prime_protocol.errors import LocalError, TransientFault
+
+log = logging.getLogger(__name__)
 
 DISK_FAULTS = {
     errno.ENOSPC: "free some space",
@@ -22,6 +25,9 @@ DISK_FAULTS = {
     errno.EROFS: "choose another folder",
     errno.ENOTDIR: "choose another folder",
     errno.EEXIST: "choose another folder",
+    errno.EISDIR: "move the folder of this name away",
+    errno.ENOTEMPTY: "move the folder of this name away",
+    errno.ELOOP: "move the link of this name away",
     errno.EIO: "check the disk or the storage service",
     errno.EACCES: "choose another folder, or change who may use this one",
 }
@@ -32,7 +38,7 @@ PASSING_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFI
 
 def disk_fault(error: OSError, place: object = "") -> LocalError:
     """Return the error of one line for a fault of the disk: the file, or else `place`, what happened, and what to do."""
-    where = error.filename or place
+    where = error.filename2 or error.filename or place  # a rename's second name is the file that was to be written
     kind = TransientFault if error.errno in PASSING_FAULTS else LocalError
     advice = DISK_FAULTS.get(error.errno or 0, "check the disk")
     return kind(f"{where}{': ' if where else ''}{error.strerror or error}; {advice}, then start again")
@@ -64,6 +70,25 @@ def replace(path: Path, data: bytes) -> None:
     with naming(path), partial.open("xb") as file:  # never through an existing link
         file.write(data)
     partial.replace(path)
+
+
+def read_or_begin(path: Path) -> bytes:
+    """Return the content of a file that a role can do without; empty if there is none.
+
+    One that cannot be read, for example a folder or a bad sector, is renamed to NAME.damaged with a warning, so that a new one
+    can be written. Raises OSError if the process has no descriptors, or may not rename it.
+    """
+    try:
+        return read_regular(path)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        if error.errno in PASSING_FAULTS:
+            raise
+        aside = path.with_name(f"{path.name}.damaged")
+        log.warning("%s cannot be read (%s): it is kept as %s, and a new one begins", path, error.strerror, aside)
+        path.replace(aside)
+        return b""
 
 
 def sync(path: Path) -> None:

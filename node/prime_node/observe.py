@@ -6,6 +6,7 @@ and gauges that `/metrics` shows. Names are the field's standard terms, with the
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -13,7 +14,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
@@ -250,34 +251,35 @@ class JsonLines:
     """A file with one JSON object a line. A crash loses at most the last line; a reader skips a broken one."""
 
     def __init__(self, path: Path, *, bytes_max: int | None = None) -> None:
-        """Open the file for appending.
+        """Set up the file, which the first row opens for appending.
 
         Above `bytes_max` it is renamed to PATH.1, replacing an older one, and a new one begins.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._bytes_max = path, bytes_max
-        self._file: TextIO = _appending(path)
+        self._file: TextIO | None = None
 
     def record(self, **fields: Any) -> None:
-        """Append a row.
+        """Append a row. Raises OSError.
 
         Example: record(step=3, reward=0.4).
         """
-        if self._bytes_max is not None and self._file.tell() >= self._bytes_max:
-            self._file.close()
+        file = self._file = self._file or _appending(self._path)
+        if self._bytes_max is not None and file.tell() >= self._bytes_max:
+            self.close()
             self._path.replace(self._path.with_name(self._path.name + ".1"))
-            self._file = _appending(self._path)
-        self._file.write(
-            json.dumps({"time": round(time.time(), 3), **fields}, separators=(",", ":"), default=float) + "\n"
-        )
+            file = self._file = _appending(self._path)
+        file.write(json.dumps({"time": round(time.time(), 3), **fields}, separators=(",", ":"), default=float) + "\n")
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _appending(path: Path) -> TextIO:
     """Open for appending, not through a link: lines hold untrusted text, and a shell may read the link's target."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8", buffering=1)
 
 
@@ -288,21 +290,33 @@ class JsonLinesReader:
         self.rows: list[dict[str, Any]] = []
         self._path = path
         self._offset = 0
+        self._failed = False
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all complete lines so far; none if there is no file."""
-        if self._path.exists():
+        """Return all complete lines so far; none if there is no file, or one that cannot be read."""
+        try:
             with os.fdopen(open_regular(self._path, os.O_RDONLY), "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._offset += len(whole)
-            for line in whole.splitlines():
-                try:
-                    self.rows.append(json.loads(line))
-                except (ValueError, RecursionError):
-                    continue
+        except FileNotFoundError:
+            return self.rows
+        except OSError as error:
+            if not self._failed:
+                logging.getLogger(__name__).warning("the rows of %s are left out: %s", self._path, error)
+            self._failed = True
+            return self.rows
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                self.rows += [row] if isinstance(row, dict) else []
         return self.rows
+
+
+def rows_with(rows: Iterable[Mapping[str, Any]], *names: str) -> list[Mapping[str, Any]]:
+    """Return the rows that hold a number under each of these names: a disk may have changed a name in a row, or a value."""
+    return [row for row in rows if all(isinstance(row.get(name), int | float) for name in names)]
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

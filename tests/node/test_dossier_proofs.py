@@ -115,6 +115,29 @@ async def test_a_ban_for_a_copy_of_another_bundle_needs_that_bundle(tmp_path: Pa
     )
 
 
+def damage_headers(folder: Path) -> None:
+    """Damage what the intake kept of a strike."""
+    (path,) = folder.rglob("equivocation-*.jsonl")
+    path.write_bytes(b"\xff")
+
+
+async def test_a_header_that_rots_before_the_ban_is_named_and_ends_no_coordinator(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        await world.join(ANNA)
+        await world.publish()
+        for strike in range(2):
+            lease = await world.lease(ANNA, rollouts_max=2)
+            await world.client(ANNA).upload(make_parcel(lease, ANNA))
+            await world.client(ANNA).upload(make_parcel(lease, ANNA, created_at_ms=1))
+            if strike == 0:
+                damage_headers(tmp_path)
+        file = await case_in(world, tmp_path)
+    assert "evidence of a ban, are lost" in caplog.text
+    assert check(file)[0] == 1, "what is left does not convict"
+
+
 async def test_a_ban_for_equivocation_needs_two_headers_that_its_worker_signed(tmp_path: Path) -> None:
     """Otherwise the coordinator alone decides it, and no one can disprove it."""
     async with running(await folder_parts(make_run(), tmp_path)) as world:

@@ -313,7 +313,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     ("name", "damage"),
     [
         *((name, damage) for name in ("weights", "state.json") for damage in ("a flipped bit", "a cut", "a deletion")),
-        *(("digests.json", damage) for damage in ("a flipped bit", "a cut")),
+        *(("digests.json", damage) for damage in ("a flipped bit", "a cut", "a folder")),
+        ("weights", "a folder"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed(
@@ -326,7 +327,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_resumed(
     path = tmp_path / "00000000-step-00000005" / name
     data = path.read_bytes()
     path.unlink()
-    if damage != "a deletion":
+    if damage == "a folder":
+        path.mkdir()
+    elif damage != "a deletion":
         path.write_bytes(data[:-1] if damage == "a cut" else bytes([data[0] ^ 1]) + data[1:])
     found = checkpoints.newest(head=5)
     assert found is not None

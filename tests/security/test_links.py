@@ -149,7 +149,7 @@ def test_lines_that_hold_words_of_strangers_are_not_appended_to_what_a_shell_rea
     shell.write_text("# mine\n")
     (state / "metrics.jsonl").symlink_to(shell)
     with pytest.raises(NotRegular):
-        JsonLines(state / "metrics.jsonl")
+        JsonLines(state / "metrics.jsonl").record(step=1)
     assert shell.read_text() == "# mine\n"
 
 

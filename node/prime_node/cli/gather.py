@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Row, RunProgress, recent, size
 from prime_node.cli.supervisor import ChildState
 from prime_node.inside import read_regular
+from prime_node.observe import rows_with
 from prime_node.worker.status import STATUS_BYTES_MAX
 from prime_protocol.run_spec import PinnedRun
 
@@ -28,7 +29,7 @@ def progress_of(
 
     `rows` are the trainer's metrics. `status` is the coordinator's; it is empty until the coordinator first answers.
     """
-    trained = [row for row in rows if "reward_mean" in row]
+    trained = rows_with(rows, "reward_mean")
     workers = {worker["worker"]: worker for worker in status.get("workers", ())}
     return RunProgress(
         phase=_phase(status, rows, run),
@@ -63,13 +64,13 @@ def _phase(status: Mapping[str, Any], rows: list[dict[str, Any]], run: PinnedRun
         return "starting"
     head = int(status.get("head", -1))
     if head < 0:
-        taught = [row for row in rows if "sft_step" in row]
+        taught = rows_with(rows, "sft_step")
         return f"teaching the format (supervised step {taught[-1]['sft_step']})" if taught else "starting"
     return "finishing" if head >= run.spec.max_steps else "learning"
 
 
 def _evaluation(rows: list[dict[str, Any]]) -> str:
-    evaluated = [row for row in rows if "eval_greedy" in row and "eval_sampled" in row]
+    evaluated = rows_with(rows, "eval_greedy", "eval_sampled", "step")
     if not evaluated:
         return ""
     last = evaluated[-1]
@@ -78,7 +79,7 @@ def _evaluation(rows: list[dict[str, Any]]) -> str:
 
 def _broadcast(rows: list[dict[str, Any]], status: Mapping[str, Any]) -> str:
     """Describe the download size of the newest policy for a worker that keeps up, its raw size, and the time to available."""
-    published = [row for row in rows if "raw_bytes" in row]
+    published = rows_with(rows, "raw_bytes", "sent_bytes", "ratio")
     if not published:
         return ""
     last = published[-1]
@@ -89,7 +90,7 @@ def _broadcast(rows: list[dict[str, Any]], status: Mapping[str, Any]) -> str:
     return text
 
 
-def _row(name: str, state: ChildState, worker: Mapping[str, Any] | None, trained: list[dict[str, Any]]) -> Row:
+def _row(name: str, state: ChildState, worker: Mapping[str, Any] | None, trained: Sequence[Mapping[str, Any]]) -> Row:
     if worker is None:
         idle = recent(trained, "trainer/idle_ratio") if name == "trainer" else None
         return Row(name, state, "" if idle is None else f"idle {idle:.0%}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -23,8 +24,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from prime_node.files import write_durably
 from prime_protocol.codec.api import give_up_kernels
 from prime_protocol.codec.compiling import cache_place, ready_decoder, ready_encoder, warm_up
+from prime_protocol.digest import digest_of
 
 log = logging.getLogger(__name__)
 Say = Callable[[str], None]
@@ -75,13 +78,18 @@ def compile_once(say: Say) -> bool:
     if place is None:
         return True
     folder, done = Path(place[0]), Path(place[0]) / f"kernels-{place[1]}.compiled"
-    if done.exists():
+    if _is_intact(done):
         with suppress(OSError):  # the file belongs to another user
             done.touch()
         return True
     with _turn(folder / "kernels.lock", say):
-        if done.exists():
+        if _is_intact(done):
             return True
+        if done.exists():
+            log.warning("the compiled kernels in %s are damaged and are compiled again: check the disk", folder)
+            for path in (done, *_compiled(folder, place[1])):
+                with suppress(OSError):  # the file belongs to another user
+                    path.unlink()
         say("compiling the codec's kernels, once per installation (10 to 20 s)")
         began_s = time.monotonic()
         with _compiling(ready_decoder) as decoder, _compiling(ready_encoder) as encoder:
@@ -93,10 +101,37 @@ def compile_once(say: Say) -> bool:
                 codes,
             )
             return False
-        done.touch()
+        marks = [f"{digest_of(path.read_bytes())} {path.name}\n" for path in _compiled(folder, place[1], ".nbc")]
+        write_durably(done, "".join(marks).encode())
         _clear(folder, place[1])
         say(f"compiled the codec's kernels in {time.monotonic() - began_s:.1f} s")
         return True
+
+
+def _compiled(folder: Path, key: str, *suffixes: str) -> list[Path]:
+    """Return numba's files for the sources of a key: the index of each kernel, .nbi, and its machine code, .nbc."""
+    found = [(path, COMPILED.fullmatch(path.name)) for path in folder.iterdir()]
+    kinds = suffixes or (".nbi", ".nbc")
+    return [path for path, match in found if match and match[2] and key.startswith(match[2]) and path.suffix in kinds]
+
+
+def _is_intact(done: Path) -> bool:
+    """Return whether everything is compiled, and as it was written. The marker of an earlier release has no digests.
+
+    An index is not in the marker, because another machine with the same folder adds its machine code to it.
+    """
+    try:
+        marks = [line.split() for line in done.read_bytes().decode("ascii", "replace").splitlines()]
+        for digest, name in marks:
+            if digest_of((done.parent / Path(name).name).read_bytes()) != digest:
+                return False
+        for path in _compiled(done.parent, done.name.removeprefix("kernels-"), ".nbi"):
+            with path.open("rb") as file:  # as numba reads it
+                pickle.load(file)
+                pickle.load(file)
+    except Exception:  # noqa: BLE001 (pickle raises almost any)
+        return False
+    return True
 
 
 def _compiling(half: Callable[[], None]) -> subprocess.Popen[bytes]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prime_node.observe import rows_with
 from prime_protocol.visible import printable
 
 
@@ -25,8 +26,8 @@ class Curve:
 
 def curve_of(rows: Sequence[dict[str, Any]], *, ban_step: int | None = None) -> Curve:
     """Build the curve from the trainer's metrics. A step that was repeated after a crash counts once."""
-    trained = {row["step"]: row["reward_mean"] for row in rows if "reward_mean" in row}
-    evaluated = {row["step"]: row for row in rows if "eval_greedy" in row and "eval_sampled" in row}
+    trained = {row["step"]: row["reward_mean"] for row in rows_with(rows, "step", "reward_mean")}
+    evaluated = {row["step"]: row for row in rows_with(rows, "step", "eval_greedy", "eval_sampled")}
     return Curve(
         steps=sorted(trained),
         rewards=[trained[step] for step in sorted(trained)],

@@ -14,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from prime_node.observe import rows_with
 from prime_protocol.visible import printable
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -120,7 +121,7 @@ def size(num_bytes: float) -> str:
 
 def recent(rows: Sequence[Mapping[str, Any]], name: str, *, count: int = 20) -> float | None:
     """Return the mean of a metric's last `count` values."""
-    values = [row[name] for row in rows if name in row][-count:]
+    values = [row[name] for row in rows_with(rows, name)][-count:]
     return sum(values) / len(values) if values else None
 
 

@@ -16,7 +16,7 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
 from prime_node.cli.screen import size
 from prime_node.files import write_durably
-from prime_node.observe import read_json_lines
+from prime_node.observe import read_json_lines, rows_with
 from prime_protocol.errors import PrimeError
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.visible import printable
@@ -92,20 +92,20 @@ async def _replay(run_dir: RunDir, run: PinnedRun, count: int) -> dict[str, Any]
 
 def _evaluations(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the first and last evaluation on held-out problems."""
-    evaluated = [row for row in rows if "eval_greedy" in row]
+    evaluated = rows_with(rows, "step", "eval_greedy")
     if not evaluated:
         return {}
     figures = ("eval_greedy", "eval_sampled", "eval_reward")
     names = ("step", *figures, *(f"{name}_{bound}" for name in figures for bound in ("low", "high")))
     return {
-        place: {name: row[name] for name in names if name in row}
+        place: {name: row[name] for name in names if rows_with([row], name)}
         for place, row in (("before", evaluated[0]), ("after", evaluated[-1]))
     }
 
 
 def _broadcast(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return the bytes that a worker that kept up downloaded over the whole run, and the raw bytes of all policies."""
-    published = [row for row in rows if "raw_bytes" in row]
+    published = rows_with(rows, "raw_bytes", "sent_bytes")
     if not published:
         return {}
     raw, sent = (sum(row[name] for row in published) for name in ("raw_bytes", "sent_bytes"))
@@ -114,8 +114,8 @@ def _broadcast(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def _idle_share(rows: list[dict[str, Any]]) -> float | None:
     """Return the share of the reinforcement learning time that the trainer spent waiting for a batch."""
-    idle = sum(row.get("idle_seconds", 0.0) for row in rows)
-    total = sum(row.get("step_seconds", 0.0) for row in rows)
+    steps = rows_with(rows, "idle_seconds", "step_seconds")
+    idle, total = (sum(row[name] for row in steps) for name in ("idle_seconds", "step_seconds"))
     return idle / total if total else None
 
 

@@ -70,7 +70,7 @@ def links_of(follower: Follower, peer: Peer | None) -> Traffic:
 async def node_page(worker: Worker, link: str) -> AsyncIterator[None]:
     """Serve the worker's page on loopback while the context is open, unless it is off. A page that fails stops no work."""
     settings = worker.config.page
-    (worker.folder / PAGE_FILE).unlink(missing_ok=True)  # of a start that was killed
+    forget_address(worker.folder)  # of a start that was killed
     if not settings.enabled:
         yield
         return
@@ -96,8 +96,16 @@ async def node_page(worker: Worker, link: str) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        (worker.folder / PAGE_FILE).unlink(missing_ok=True)
+        forget_address(worker.folder)
         await server.stop(grace_s=STOP_S)
+
+
+def forget_address(folder: Path) -> None:
+    """Remove the page's address. A file that stays leads to no page, and stops no work."""
+    try:
+        (folder / PAGE_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("page %s: %s", folder / PAGE_FILE, error)
 
 
 def write_address(folder: Path, address: str, key: str) -> None:

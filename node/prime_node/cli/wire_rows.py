@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node.cli.missing_extra import missing_extra
-from prime_node.observe import JsonLines, Recorder, Recorders
+from prime_node.observe import BestEffort, JsonLines, Recorder, Recorders
 
 if TYPE_CHECKING:
     from prime_protocol.run_spec import PinnedRun
@@ -19,7 +19,7 @@ def rows_in(
 
     There `who` distinguishes the roles of a run. Raises LocalError.
     """
-    rows: list[Recorder] = [JsonLines(folder / "metrics.jsonl")]
+    rows: list[Recorder] = [BestEffort(JsonLines(folder / "metrics.jsonl"))]
     if tensorboard:
         try:
             from prime_node.adapters.tensorboard_rows import TensorboardRows

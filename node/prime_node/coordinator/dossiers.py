@@ -20,6 +20,7 @@ from prime_node.ports.store import Store, StoredReceipt
 from prime_protocol import limits
 from prime_protocol.dossier import BanStatement, is_strike
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BanKind, Receipt, RejectReason
@@ -107,10 +108,9 @@ class BanDossiers:
             if receipt.reason is RejectReason.EQUIVOCATION:
                 try:
                     lines = (await self.private.read(contradiction_name(worker, receipt.lease_id))).splitlines()
-                except KeyError:
-                    log.warning("the headers for lease %s, the evidence of a ban, are missing", receipt.lease_id[:12])
-                else:
                     found += [open_envelope(line) for line in lines]
+                except (KeyError, RemoteError) as error:
+                    log.warning("headers for lease %s, evidence of a ban, are lost: %s", receipt.lease_id[:12], error)
         return found
 
     async def _receipts(self, worker: WorkerRecord, ban: Ban) -> list[Envelope]:

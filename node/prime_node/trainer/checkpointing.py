@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 
 _STATE_FILE, _DIGESTS_FILE = "state.json", "digests.json"
 _PARTIAL, _DAMAGED = ".partial", ".damaged"
+BLOCK_BYTES = 2**26
+"""Bytes of a file that are read and hashed together."""
 
 
 class Checkpoints:
@@ -203,14 +205,19 @@ def _fault_of(path: Path) -> str | None:
     except (ValueError, TypeError, FileNotFoundError) as error:
         return f"{read} is damaged: {error}"
     except OSError as error:
-        if error.errno == errno.EIO:  # a sector of the disk
+        if error.errno in (errno.EIO, errno.EISDIR):  # a sector of the disk, or an entry of a folder
             return f"{read} is damaged: {error}"
         raise LocalError(f"{read} cannot be read: {error}; start the trainer again once it can") from None
     return None
 
 
 def _digest_of_file(path: Path) -> str:
-    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    """Return the digest of a file. It is not mapped: a bad sector would end the process by SIGBUS. Raises OSError."""
+    digest = blake3(max_threads=blake3.AUTO)
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def _name_of(state: TrainerState) -> str:

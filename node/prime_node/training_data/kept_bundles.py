@@ -11,8 +11,7 @@ import logging
 import re
 from pathlib import Path
 
-from prime_node.files import replace
-from prime_node.inside import NotRegular, read_regular
+from prime_node.files import read_or_begin, replace
 from prime_protocol.digest import digest_of
 
 _LEFT_OUT = b"left out\n"
@@ -39,10 +38,7 @@ class KeptBundles:
         if digest not in self._step_of:
             return None
         self._step_of[digest] = step
-        try:
-            data = read_regular(self._folder / digest)
-        except (FileNotFoundError, NotRegular):
-            return None
+        data = read_or_begin(self._folder / digest)
         if data == _LEFT_OUT:
             return b""
         if digest_of(data) != digest:

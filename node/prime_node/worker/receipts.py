@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from prime_node.files import disk_fault, write_durably
+from prime_node.files import disk_fault, read_or_begin, write_durably
 from prime_node.inside import open_regular, place, read_regular
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
@@ -251,7 +251,8 @@ class ReceiptBook:
 
     def _read(self) -> list[Envelope]:
         """Return the receipts on the disk, and set the cursor. Raises OSError."""
-        cursor = _cursor_in(self._cursor_file.read_bytes()) if self._cursor_file.exists() else (0, 0)
+        written = read_or_begin(self._cursor_file)
+        cursor = _cursor_in(written) if written or self._cursor_file.exists() else (0, 0)
         if cursor is None:
             log.warning("%s is damaged: all receipts are asked for again", self._cursor_file)
         self.cursor, num_bytes = cursor or (0, 0)

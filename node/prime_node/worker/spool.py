@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from prime_node.files import disk_fault, write_durably
+from prime_node.files import disk_fault, read_or_begin, write_durably
 from prime_node.inside import place, read_regular
 from prime_node.patience import Backoff, may_pass
 from prime_node.ports.clock import Clock
@@ -60,7 +60,7 @@ class Spool:
             folder.mkdir(parents=True, exist_ok=True)
             for partial in folder.glob("*.partial"):  # never acknowledged
                 partial.unlink(missing_ok=True)  # a process that ends may still rename it
-            found = sorted(path for path in folder.glob("*.parcel") if _NAME.fullmatch(path.name))
+            found = sorted(path for path in folder.glob("*.parcel") if _NAME.fullmatch(path.name) and path.is_file())
             self._entries = deque(_Entry(path, path.stat().st_size) for path in found)
         except OSError as error:
             raise self._disk_fault(error) from None
@@ -157,7 +157,7 @@ class Spool:
         log.warning("bundle %s was rejected: %s: %s", path.stem, reason, detail)
         notes = self._folder / "refused.jsonl"
         line = json.dumps({"at_ms": self._clock.now_ms(), "bundle": path.stem, "reason": reason, "detail": detail})
-        lines = notes.read_bytes().splitlines() if notes.exists() else []  # kept as they are, damaged ones too
+        lines = read_or_begin(notes).splitlines()  # kept as they are, damaged ones too
         write_durably(notes, b"".join(b"%b\n" % one for one in [*lines[1 - REFUSED_LINES_MAX :], line.encode()]))
 
     def _disk_fault(self, error: OSError) -> LocalError:

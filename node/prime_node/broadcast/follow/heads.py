@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 
 from prime_node.broadcast.follow.known_chain import HeadOrder, KnownChain
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
-from prime_node.files import disk_fault, write_durably
+from prime_node.files import disk_fault, read_or_begin, write_durably
 from prime_node.inside import place
 from prime_node.patience import first_answer, unless
 from prime_node.ports.transport import Unreachable
@@ -362,10 +362,10 @@ class Heads:
     def _restore(self) -> None:
         """Load and verify the head from the last run. A damaged file does not stop the machine."""
         path = self._folder / "head.json"
-        if not path.exists():
+        if not (data := read_or_begin(path)):
             return
         try:
-            head = _open_checked(open_envelope(path.read_bytes()), self._run)
+            head = _open_checked(open_envelope(data), self._run)
             if not self._is_rolled_back(head):
                 self.chain.begin(head)
                 self._on_head(self.newest)

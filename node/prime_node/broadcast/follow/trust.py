@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from prime_node.files import disk_fault, write_durably
+from prime_node.files import disk_fault, read_or_begin, write_durably
 from prime_node.inside import place
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import StatementSource, TimestampSource, Unreachable
@@ -312,14 +312,14 @@ class Trust:
         keys = self.run.keys
         while (path := place(self._folder, f"keys/{keys.version + 1:04d}.json")).exists():
             try:
-                keys.add(open_envelope(path.read_bytes()))
+                keys.add(open_envelope(read_or_begin(path)))
             except RemoteError as error:
                 log.warning("%s: %s; asking for it again", path, error)
-                path.unlink()
+                path.unlink(missing_ok=True)
         path = self._folder / "timestamp.json"
         if path.exists():
             try:
-                envelope = open_envelope(path.read_bytes())
+                envelope = open_envelope(read_or_begin(path))
                 self.newest, self._newest_envelope = open_timestamp(envelope, self.run), envelope
             except RemoteError as error:  # or its signer's time is over
                 log.warning("%s: %s; asking for it again", path, error)
@@ -338,7 +338,7 @@ class Trust:
                 path = place(self._folder, f"calibrations/{shown.version + 1:04d}.json")
                 if not path.exists():
                     return
-                shown.add(open_envelope(path.read_bytes()))
+                shown.add(open_envelope(read_or_begin(path)))
             require_named(shown, stamp)
         except RemoteError as error:
             log.warning("%s: %s; asking for it again", path, error)

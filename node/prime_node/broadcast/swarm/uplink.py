@@ -9,7 +9,6 @@ is returned when the answer is written to the connection, so `slots` counts what
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import logging
@@ -84,10 +83,14 @@ class DataCap:
             self._period, self.used_bytes, self._written_bytes = current, 0, 0
 
     def _read(self) -> tuple[int, int]:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            read = json.loads(self._file.read_text())
+        try:
+            read = json.loads(self._file.read_bytes())
             if (read["days"], read["period"]) == (self._days, self._current()):
                 return int(read["period"]), int(read["used_bytes"])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+            log.warning("data cap %s is damaged, so its period is counted from 0 again: %r", self._file, error)
         return self._current(), 0
 
     def _write(self) -> None:
