@@ -239,6 +239,21 @@ async def test_bundles_stay_private_where_the_run_says_so_and_batches_where_it_p
             await world.client(TRAINER).public_batch(0, 0)
 
 
+async def test_anyones_request_for_a_batch_is_answered_without_parsing_it() -> None:
+    """To parse the largest one and to write it again took a second, during which the coordinator answered no others."""
+    parts = memory_parts(replayable())
+    async with running(parts) as world:
+        await offer(world)
+        await world.join(ANNA)
+        await world.fill(0)
+        await offer(world)
+        stored = await parts.published.read(batch_name(0, 0)) + b"\n"
+        await parts.published.write(batch_name(0, 0), stored)
+        status, body, headers = await world.get("/v1/batches/0/0")
+        assert (status, body, headers["Content-Type"]) == (200, stored, "application/json")
+        assert (await world.client(TRAINER).public_batch(0, 0)).digest == world.batch
+
+
 async def test_the_trainer_seeds_policies_and_no_training_states(tmp_path: Path) -> None:
     published, parts = BatchCoordinator(make_batch_run()), PartStore(tmp_path / "parts", bytes_max=2**20)
     seeding = Seeding(published, published.run, parts, HaveSet(), folder=tmp_path)

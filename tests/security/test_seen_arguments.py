@@ -12,6 +12,7 @@ import pytest
 
 from prime_node.cli.place import given_link, parse_link
 from prime_protocol import limits
+from prime_protocol.errors import LocalError
 
 INVITE = "A" * 40
 
@@ -59,3 +60,6 @@ def test_the_longest_link_comes_whole_from_standard_input(tmp_path: Path, monkey
         monkeypatch.setattr(sys, "stdin", file)
         assert parse_link(given_link("-")) == parse_link(link)
     assert given_link(link) == link
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(LocalError, match="a join link looks like"):
+        parse_link(given_link("-"))

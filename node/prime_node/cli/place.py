@@ -64,7 +64,9 @@ def worker_folders() -> list[Path]:
 
 def given_link(text: str) -> str:
     """Return the join link of an argument. `-` is the first line of standard input, which no other user sees."""
-    return sys.stdin.readline(LINK_CHARS_MAX) if text == "-" else text
+    if text != "-":
+        return text
+    return sys.stdin.readline(LINK_CHARS_MAX) if sys.stdin else ""  # None if it is closed
 
 
 def parse_link(text: str) -> JoinLink:

@@ -152,12 +152,11 @@ class ReplayArchive:
         found = await asyncio.to_thread(_parcels_of, self._sealed(step))
         await at_once([partial(copy, digest) for digest in sorted(found)], most=_TRANSFERS_MAX)
 
-    async def read_batch(self, step: int, part: int) -> Envelope:
-        """Return the batch behind a published policy. Raise RemoteError(NOT_FOUND)."""
+    async def read_batch(self, step: int, part: int) -> bytes:
+        """Return the batch behind a published policy, as it is stored. Raise RemoteError(NOT_FOUND)."""
         try:
             if self.policy is not None and step < self.decisions.state.head:
-                data = await self.published.read(batch_name(step, part))
-                return open_envelope(data, bytes_max=limits.WORK_BYTES_MAX)
+                return await self.published.read(batch_name(step, part))
         except KeyError:
             pass
         raise RemoteError(ErrorCode.NOT_FOUND, f"batch {part} of step {step} is not published")
@@ -282,7 +281,8 @@ class ReplayArchive:
         envelopes = []
         for part in range(self.run.spec.schedule.batches_per_step):
             with _named(batch_name(version - 1, part)):
-                envelopes.append(await self.read_batch(version - 1, part))
+                batch = await self.read_batch(version - 1, part)
+                envelopes.append(await asyncio.to_thread(open_envelope, batch, bytes_max=limits.WORK_BYTES_MAX))
         return _joined(await asyncio.to_thread(_parcels_of, envelopes))
 
     async def _state_blobs(self, manifest: Manifest) -> list[tuple[str, int]]:

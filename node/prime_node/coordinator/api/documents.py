@@ -56,9 +56,12 @@ class PublicDocuments:
         """Return a published manifest. Raise RemoteError(NOT_FOUND)."""
         return await self.manifests.read(_number(request.params["policy_version"]))
 
-    async def batch(self, request: Request) -> Envelope:
-        """Return the batch behind a published policy. Raise RemoteError(NOT_FOUND)."""
-        return await self.archive.read_batch(_number(request.params["step"]), _number(request.params["part"]))
+    async def batch(self, request: Request) -> Response:
+        """Return the batch behind a published policy. Raise RemoteError(NOT_FOUND).
+
+        It is not parsed: one of 64 MiB would keep all others waiting for a second.
+        """
+        return Response(await self.archive.read_batch(_number(request.params["step"]), _number(request.params["part"])))
 
     async def key_ring(self, request: Request) -> Envelope:
         """Return an accepted key ring. Raise RemoteError(NOT_FOUND)."""
