@@ -30,6 +30,7 @@ from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.broadcast.seed.seeding import Seeding
 from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
+from prime_node.coordinator.api import documents
 from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.manifests import manifest_name
 from prime_node.coordinator.replay_archive import batch_name
@@ -252,6 +253,29 @@ async def test_anyones_request_for_a_batch_is_answered_without_parsing_it() -> N
         status, body, headers = await world.get("/v1/batches/0/0")
         assert (status, body, headers["Content-Type"]) == (200, stored, "application/json")
         assert (await world.client(TRAINER).public_batch(0, 0)).digest == world.batch
+
+
+async def test_a_long_batch_is_sent_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its readers behind a gateway each held a whole one in the coordinator's memory."""
+    parts, read = memory_parts(replayable()), list[int]()
+    async with running(parts) as world:
+        await offer(world)
+        await world.join(ANNA)
+        await world.fill(0)
+        await offer(world)
+        stored = (await parts.published.read(batch_name(0, 0))).ljust(2 * documents.BATCH_PIECE_BYTES + 1)
+        await parts.published.write(batch_name(0, 0), stored)
+        read_part = parts.published.read
+
+        async def noted(name: str, *, start: int = 0, end: int | None = None) -> bytes:
+            data = await read_part(name, start=start, end=end)
+            read.append(len(data))
+            return data
+
+        monkeypatch.setattr(parts.published, "read", noted)
+        status, body, headers = await world.get("/v1/batches/0/0")
+        assert (status, body, headers["Content-Length"]) == (200, stored, str(len(stored)))
+        assert max(read) == documents.BATCH_PIECE_BYTES
 
 
 async def test_the_trainer_seeds_policies_and_no_training_states(tmp_path: Path) -> None:

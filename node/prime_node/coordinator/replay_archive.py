@@ -152,14 +152,21 @@ class ReplayArchive:
         found = await asyncio.to_thread(_parcels_of, self._sealed(step))
         await at_once([partial(copy, digest) for digest in sorted(found)], most=_TRANSFERS_MAX)
 
-    async def read_batch(self, step: int, part: int) -> bytes:
-        """Return the batch behind a published policy, as it is stored. Raise RemoteError(NOT_FOUND)."""
-        try:
-            if self.policy is not None and step < self.decisions.state.head:
-                return await self.published.read(batch_name(step, part))
-        except KeyError:
-            pass
-        raise RemoteError(ErrorCode.NOT_FOUND, f"batch {part} of step {step} is not published")
+    async def batch_size(self, step: int, part: int) -> int:
+        """Return the bytes of the batch behind a published policy. Raise RemoteError(NOT_FOUND)."""
+        with _published(step, part):
+            return await self.published.size(self._published_name(step, part))
+
+    async def read_batch(self, step: int, part: int, *, start: int = 0, end: int | None = None) -> bytes:
+        """Return bytes [start, end) of the batch behind a published policy, as it is stored. Raise RemoteError(NOT_FOUND)."""
+        with _published(step, part):
+            return await self.published.read(self._published_name(step, part), start=start, end=end)
+
+    def _published_name(self, step: int, part: int) -> str:
+        """Return the name of a batch behind a published policy. Raise KeyError."""
+        if self.policy is None or step >= self.decisions.state.head:
+            raise KeyError(step)
+        return batch_name(step, part)
 
     async def forget_old(self) -> None:
         """Delete bundles and training states that are older, or more, than promised. What fails is tried again in an hour."""
@@ -306,6 +313,15 @@ class ReplayArchive:
     async def _manifest(self, version: int) -> Manifest:
         with _named(manifest_name(version)):
             return await asyncio.to_thread(parse_json, (await self.manifests.read(version)).payload, Manifest)
+
+
+@contextmanager
+def _published(step: int, part: int) -> Iterator[None]:
+    """Raise RemoteError(NOT_FOUND) for a KeyError."""
+    try:
+        yield
+    except KeyError:
+        raise RemoteError(ErrorCode.NOT_FOUND, f"batch {part} of step {step} is not published") from None
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from prime_node.coordinator.api.amendments import CalibrationIntake
@@ -18,6 +19,8 @@ from prime_protocol.run_spec import PinnedRun
 
 HEAD_WAIT_S_MAX = 30.0
 """Maximum time that a reader of /v1/head may wait for the next one."""
+BATCH_PIECE_BYTES = 2**20
+"""Bytes of a batch that are read and sent at once."""
 
 
 @dataclass(slots=True)
@@ -59,9 +62,18 @@ class PublicDocuments:
     async def batch(self, request: Request) -> Response:
         """Return the batch behind a published policy. Raise RemoteError(NOT_FOUND).
 
-        It is not parsed: one of 64 MiB would keep all others waiting for a second.
+        It is not parsed: one of 64 MiB would keep all others waiting for a second. Nor is it read whole, as anyone may ask.
         """
-        return Response(await self.archive.read_batch(_number(request.params["step"]), _number(request.params["part"])))
+        step, part = _number(request.params["step"]), _number(request.params["part"])
+        num_bytes = await self.archive.batch_size(step, part)
+        if num_bytes <= BATCH_PIECE_BYTES:
+            return Response(await self.archive.read_batch(step, part))
+        return Response(self._pieces(step, part, num_bytes), headers={"Content-Length": str(num_bytes)})
+
+    async def _pieces(self, step: int, part: int, num_bytes: int) -> AsyncIterator[bytes]:
+        for start in range(0, num_bytes, BATCH_PIECE_BYTES):
+            end = min(num_bytes, start + BATCH_PIECE_BYTES)
+            yield await self.archive.read_batch(step, part, start=start, end=end)
 
     async def key_ring(self, request: Request) -> Envelope:
         """Return an accepted key ring. Raise RemoteError(NOT_FOUND)."""
