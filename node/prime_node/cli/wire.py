@@ -212,11 +212,14 @@ def _secrets(folder: Path) -> tuple[Path, ...]:
 async def trust(
     run: PinnedRun, sources: Sequence[tuple[str, HttpClient]], folder: Path, *, peers: LinkedPeers = tuple
 ) -> Trust:
-    """Return the run's key rings and timestamps, refreshed once before anything is verified with them. Raises LocalError."""
+    """Return the run's key rings and timestamps, refreshed before anything is verified with them.
+
+    Waits for each key ring that this machine knew and has lost. Raises LocalError.
+    """
     from prime_node.broadcast.follow.trust import Trust
 
     made = Trust(run, sources, folder / "trust", clock=clock(), peers=peers)
-    await made.refresh()
+    await made.start()
     return made
 
 

@@ -12,7 +12,8 @@ costs a log line. Two timestamps of which the later contradicts the earlier conv
 one version the root: both are kept in `evidence`. Linked peers are asked too, so that the coordinator cannot tell us one thing
 and them another. A peer's timestamp counts only if its key ring is known here and the peer shows the manifest that it names,
 signed by the trainer: so a stolen coordinator key cannot stop machines that have an honest source. A key ring that replaces the
-signer of the newest timestamp voids it. When no source shows a fresh timestamp, `fault` says so, and roles that take new work
+signer of the newest timestamp voids it. A ring that this machine knew and has lost is waited for (`lost_rings.py`): no timestamp
+counts until a source shows it again. When no source shows a fresh timestamp, `fault` says so, and roles that take new work
 must wait: the run may have continued, and the sources may show an old state.
 """
 
@@ -25,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from prime_node.broadcast.follow.lost_rings import is_by_unknown_key, newest_ring_kept
 from prime_node.files import disk_fault, read_or_begin, write_durably
 from prime_node.inside import place
 from prime_node.ports.clock import Clock
@@ -85,12 +87,17 @@ class Trust:
         self._is_over = False
         """Whether the last policy's manifest was seen: then nothing newer can be hidden."""
         self._reasons: dict[str, str] = {}
+        self._ring_kept = 0
+        """Version of the newest key ring of which there was a file at the start, also a damaged one."""
+        self._orphan: Envelope | None = None
+        """The stored timestamp, while its signer's key ring is lost."""
         self._rings_compared: dict[str, int] = {}
         """Version of the key ring that each source was found to share."""
         self._said = ""
         try:
             for name in ("keys", "calibrations"):
                 place(folder, name).mkdir(parents=True, exist_ok=True)
+            self._ring_kept = newest_ring_kept(place(folder, "keys"), run)
             self._restore()
         except OSError as error:
             raise disk_fault(error, f"folder {folder}") from None
@@ -101,6 +108,8 @@ class Trust:
         A run that has published its last policy cannot be frozen.
         """
         stamp = self.newest
+        if lost := self.lost_ring():
+            return f"key ring {lost} was known here, its file is damaged or missing, and no source shows it"
         if stamp is None:
             return "no source says which policy is the newest"
         if self._is_over:
@@ -118,6 +127,19 @@ class Trust:
         if self.newest is not None and self.newest.policy_version > policy_version:
             return f"policy {self.newest.policy_version} is published"
         return self.fault()
+
+    def lost_ring(self) -> int:
+        """Return the version of the first key ring that this machine knew and has lost; 0 if there is none."""
+        version = self.run.keys.version + 1
+        is_lost = self._orphan is not None or version <= self._ring_kept
+        return version if is_lost else 0
+
+    async def start(self) -> None:
+        """Ask every source once, and again until no key ring is lost: former keys verify nothing. Raises LocalError."""
+        await self.refresh()
+        while self.lost_ring():
+            await self._clock.sleep(POLL_S_MIN)
+            await self.refresh()
 
     async def refresh(self) -> None:
         """Ask every source once, concurrently. Raises LocalError for the disk."""
@@ -202,6 +224,7 @@ class Trust:
             ring = keys.check(envelope)
             self._write(f"keys/{version:04d}.json", envelope)
             keys.add(envelope)
+            self._restore_after(ring.version)
             self._void_if_revoked()
             log.warning("key ring %d of the run's root is in force: %s", version, ring.reason or "no reason given")
 
@@ -266,6 +289,10 @@ class Trust:
     def _compared(self, envelope: Envelope) -> Timestamp | None:
         """Return a timestamp that is newer than the known one, else None. Raises RemoteError; keeps evidence."""
         stamp = open_timestamp(envelope, self.run)
+        if lost := self.lost_ring():
+            raise RemoteError(
+                ErrorCode.CHAIN_BROKEN, f"it shows a timestamp, but not key ring {lost}, which was known here"
+            )
         try:
             return stamp if self.newest is None or check_follows(stamp, self.newest, self._clock.now_ms()) else None
         except RemoteError as error:
@@ -309,22 +336,37 @@ class Trust:
 
     def _restore(self) -> None:
         """Load and verify what was known when this machine stopped. A damaged file does not stop the machine."""
+        self._restore_rings()
+        path = self._folder / "timestamp.json"
+        if not path.exists():
+            return
+        try:
+            envelope = open_envelope(read_or_begin(path))
+            self._orphan = envelope if is_by_unknown_key(envelope, self.run) else None
+            self.newest, self._newest_envelope = open_timestamp(envelope, self.run), envelope
+        except RemoteError as error:  # or its signer's time is over
+            log.warning("%s: %s; asking for it again", path, error)
+        if self.newest is not None:
+            self._restore_amendments(self.newest)
+
+    def _restore_rings(self) -> None:
+        """Take the stored key rings up to the first damaged one, which stays as the trace of what was known."""
         keys = self.run.keys
         while (path := place(self._folder, f"keys/{keys.version + 1:04d}.json")).exists():
             try:
                 keys.add(open_envelope(read_or_begin(path)))
             except RemoteError as error:
                 log.warning("%s: %s; asking for it again", path, error)
-                path.unlink(missing_ok=True)
-        path = self._folder / "timestamp.json"
-        if path.exists():
-            try:
-                envelope = open_envelope(read_or_begin(path))
-                self.newest, self._newest_envelope = open_timestamp(envelope, self.run), envelope
-            except RemoteError as error:  # or its signer's time is over
-                log.warning("%s: %s; asking for it again", path, error)
-        if self.newest is not None:
-            self._restore_amendments(self.newest)
+                return
+
+    def _restore_after(self, version: int) -> None:
+        """Take what was stored after a key ring that was lost, now that a source has shown it."""
+        if self._orphan is None and version >= self._ring_kept:
+            return
+        try:
+            self._restore()
+        except OSError as error:
+            raise disk_fault(error, f"folder {self._folder}") from None
 
     def _restore_amendments(self, stamp: Timestamp) -> None:
         """Take the stored amendments if the stored timestamp names them. If not, the sources are asked again.
