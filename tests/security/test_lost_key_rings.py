@@ -39,7 +39,12 @@ def rot_the_newest_and_the_timestamp(folder: Path) -> None:
     (folder / "timestamp.json").write_bytes(b"{")
 
 
-@pytest.mark.parametrize("harm", [rot, lose, rot_the_newest_and_the_timestamp])
+def make_unreadable(folder: Path) -> None:
+    (folder / "keys" / "0002.json").unlink()
+    (folder / "keys" / "0002.json").mkdir()
+
+
+@pytest.mark.parametrize("harm", [rot, lose, make_unreadable, rot_the_newest_and_the_timestamp])
 async def test_a_lost_key_ring_is_waited_for(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     """Before, the next start trusted the RunSpec's keys: a thief of a replaced key had its timestamps taken again."""
     clock = VirtualClock()

@@ -14,11 +14,15 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 
 from prime_node.adapters.link.sealed_frames import (
     LARGE_BYTES,
     MAGIC,
     NONCE_BYTES,
+    PACKET_BYTES_MAX,
     PROOF_BYTES,
     BrokenLink,
     FrameKind,
@@ -31,7 +35,9 @@ from prime_node.adapters.link.sealed_frames import (
     proof,
 )
 from prime_node.ports.writer_link import AnswerCall, ForwardedAnswer, ForwardedCall, HeldParcel
+from prime_protocol.digest import Digest
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.identity import KeyId
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +56,8 @@ AHEAD_BYTES_MAX = 2**22
 """A body of LARGE_BYTES waits until fewer bytes than these are unsent; short answers pass it."""
 PIECES_AHEAD = 2
 """Pieces of a stream that are sent before the gateway has asked for more."""
+ADDRESS_CHARS_MAX = 256
+Signed = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
 
 
 class LinkServer:
@@ -328,21 +336,46 @@ class _Link(asyncio.Protocol):
         self._transport.write(data)
 
 
+class CallHead(BaseModel):
+    """Head of a call's frame. What it holds becomes part of the run's state and of names: a stolen gateway sends anything."""
+
+    model_config = ConfigDict(strict=True)
+
+    path: str
+    address: str = Field(default="", max_length=ADDRESS_CHARS_MAX)
+    signer: Literal[""] | KeyId = ""
+    params: dict[str, str] = {}
+    query: dict[str, str] = {}
+    headers: dict[str, str] = {}
+    claimant: Literal[""] | KeyId = ""
+    parcel: tuple[Digest, Annotated[int, Field(gt=0, le=PACKET_BYTES_MAX)], Signed] | None = None
+    """Digest, length and signature of the parcel that the gateway holds."""
+
+    @field_validator("parcel", mode="before")
+    @classmethod
+    def _is_array(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
+
+
 def call_of(frame: LinkFrame, want: Callable[[int], Awaitable[bytes]]) -> ForwardedCall:
-    """Return the call in a frame. `want` fetches the parcel of a call. Raises KeyError, TypeError or ValueError."""
-    head, parcel = frame.head, None
-    if "parcel" in head:
-        digest, num_bytes, signature = head["parcel"]
+    """Return the call in a frame. `want` fetches the parcel of a call. Raises RemoteError(MALFORMED)."""
+    try:
+        head = CallHead.model_validate(frame.head)
+    except ValidationError:
+        raise RemoteError(ErrorCode.MALFORMED, "a call of a gateway whose head is not valid") from None
+    parcel = None
+    if head.parcel is not None:
+        digest, num_bytes, signature = head.parcel
         parcel = HeldParcel(digest, num_bytes, bytes.fromhex(signature), partial(want, frame.call))
     return ForwardedCall(
-        path=head["path"],
-        address=head.get("address", ""),
-        signer=head.get("signer", ""),
-        params=head.get("params", {}),
-        query=head.get("query", {}),
-        headers=head.get("headers", {}),
+        path=head.path,
+        address=head.address,
+        signer=head.signer,
+        params=head.params,
+        query=head.query,
+        headers=head.headers,
         body=frame.body,
-        claimant=head.get("claimant", ""),
+        claimant=head.claimant,
         parcel=parcel,
     )
 

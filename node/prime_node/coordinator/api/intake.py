@@ -24,6 +24,7 @@ content; its verdict on a body that cannot be read is MALFORMED.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -207,6 +208,7 @@ class BundleIntake:
 
         async def keep() -> None:
             if data := await parcel.fetch():
+                await asyncio.to_thread(self._require_held, data, parcel, header_bytes)
                 await self.bundles.put(data, digest=parcel.digest)
             elif not await self.bundles.has(parcel.digest):
                 log.error(
@@ -219,6 +221,12 @@ class BundleIntake:
 
         bundle = _Bundle(parcel.digest, parcel.num_bytes, opened, lambda: None, keep)
         return await self._take(bundle, header, paid_by=paid_by)
+
+    def _require_held(self, data: bytes, parcel: HeldParcel, header_bytes: bytes) -> None:
+        """Check that a gateway has sent the bundle that it named: other bytes would replace another's. Raise RemoteError."""
+        opened = open_parcel(data, body_bytes_max=self.run.spec.limits.rollout_bytes_max)
+        if opened.envelope.payload != header_bytes or digest_of(data) != parcel.digest:
+            raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the gateway sent another bundle than it named")
 
     async def _take(self, incoming: _Bundle, header: RolloutHeader, *, paid_by: str) -> UploadReply:
         state, bundle = self.decisions.state, incoming.digest
@@ -240,6 +248,8 @@ class BundleIntake:
             "upload", of_lease(lease.lease_id), step=lease.step, bundle=bundle[:12], num_bytes=incoming.num_bytes
         ):
             if isinstance(outcome, ev.BundleArrived):
+                if bundle in state.bundles:  # a gateway has named it: by its header it belongs to one lease
+                    raise RemoteError(ErrorCode.DIGEST_MISMATCH, "this bundle was uploaded for another lease")
                 outcome = await self._store(header, incoming)
             return UploadReply(bundle=bundle, verdict=await self._record(outcome, header, lease, incoming.envelope))
 
