@@ -52,9 +52,11 @@ def write_inside(folder: Path, name: str, data: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, name, src_dir_fd=directory, dst_dir_fd=directory)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(partial, dir_fd=directory)
+            if isinstance(error, OSError):  # its names are relative to the folder
+                error.filename, error.filename2 = str(folder / name), None
             raise
         os.fsync(directory)
 

@@ -27,6 +27,7 @@ from prime_node.cli.plot import curve_of
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.wire_node import forget_address
 from prime_node.files import read_or_begin, write_durably
+from prime_node.inside import write_inside
 from prime_node.observe import BestEffort, JsonLines, read_json_lines
 from prime_node.ports.clock import Clock
 from prime_node.training_data.kept_bundles import KeptBundles
@@ -52,7 +53,12 @@ def test_a_file_that_cannot_be_read_is_kept_under_another_name_and_a_new_one_beg
 def test_a_folder_in_the_place_of_a_file_is_named_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "timestamp.json"
     path.mkdir()
-    for use in (path.read_bytes, lambda: write_durably(path, b"x"), lambda: JsonLines(path).record(step=1)):
+    for use in (
+        path.read_bytes,
+        lambda: write_durably(path, b"x"),
+        lambda: write_inside(tmp_path, path.name, b"x"),
+        lambda: JsonLines(path).record(step=1),
+    ):
         with pytest.raises(OSError, match=r"directory|not a file") as raised:
             use()
         known = outcome_of(raised.value)
