@@ -209,6 +209,8 @@ PEER_STALL_S_MAX = 20.0
 """Time for which a request or reply that has begun may make no progress before its stream is reset."""
 PEER_CONNECTIONS_MAX = 512
 """Links of one peer, in both directions; a relay's or a coordinator's configuration may allow more."""
+PEER_CONNECTIONS_NETWORK_MAX = 128
+"""Inbound links of one peer from one network."""
 PEER_LINKS_MAX = 4
 """Links between the same two peers: each may dial the other, through a relay and directly."""
 PEER_ADDRESSES_MAX = 8
@@ -314,7 +316,9 @@ ROLES_BODY_BYTES_MAX = 2**30
 BODIES_EACH_MAX = 64
 """Bodies of one key, or of one network of strangers, in transfer to one coordinator at a time."""
 PEER_HANDSHAKES_MAX = 64
-"""Links of one peer in their handshake, in each direction."""
+"""Inbound links of one peer in their handshake. A newer one ends the oldest of the network with most of them."""
+PEER_HANDSHAKES_NETWORK_MAX = 32
+"""Those of one network."""
 PEER_DIAL_BACKS_MAX = 4
 """Concurrent dial-backs of one peer, each to test whether another peer can be reached."""
 PEER_DIAL_BACKS_PER_MINUTE_MAX = 120

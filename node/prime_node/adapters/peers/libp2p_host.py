@@ -26,6 +26,7 @@ from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_bounds import bound_library
+from prime_node.adapters.peers.libp2p_inbound import InboundLinks
 from prime_node.adapters.peers.libp2p_noise import Noise
 from prime_node.adapters.peers.libp2p_streams import reset
 from prime_node.adapters.peers.libp2p_yamux import Muxers, Yamux
@@ -105,6 +106,7 @@ def make_host(
     swarm.retry_config = RetryConfig(max_retries=0)  # our own code decides about redialling
     swarm.auto_connector = _DialsNobody(swarm)
     swarm.upgrader.muxer_multistream = Muxers(int(HANDSHAKE_S_MAX))
+    swarm._handle_inbound_connection = InboundLinks(swarm, connections_max).take
     _count_handlers(swarm)
     assert str(host.get_id()) == key.key_id
     return host
@@ -176,8 +178,6 @@ def _resources(connections_max: int) -> ResourceManager:
             max_streams=2 * connections_max * limits.PEER_STREAMS_MAX,
         ),
         connection_limits=ConnectionLimits(
-            max_pending_inbound=limits.PEER_HANDSHAKES_MAX,
-            max_pending_outbound=limits.PEER_HANDSHAKES_MAX,
             max_established_inbound=connections_max,
             max_established_outbound=connections_max,
             max_established_per_peer=limits.PEER_LINKS_MAX,

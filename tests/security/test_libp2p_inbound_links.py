@@ -1,0 +1,181 @@
+"""No number of connections of one network keeps other peers away from a libp2p host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
+
+import trio
+from libp2p.abc import IHost
+from libp2p.peer.peerinfo import PeerInfo
+from multiaddr import Multiaddr
+from trio.testing import wait_all_tasks_blocked
+
+from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
+from prime_node.adapters.peers.libp2p_inbound import InboundLinks
+from prime_protocol import limits
+from prime_protocol.identity import SigningKey
+
+LISTENING = Multiaddr("/ip4/127.0.0.1/tcp/0")
+
+
+def on_trio(talk: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        with trio.fail_after(20):
+            await talk()
+
+    trio.run(bounded)
+
+
+def host_of(number: int, **settings: Any) -> IHost:
+    return make_host(SigningKey(bytes([number]) * 32), PeerSettings(**settings))
+
+
+def test_links_that_have_ended_give_their_places_back() -> None:
+    """Before, a host was unreachable after as many links as it may hold at once, whether or not they had ended."""
+
+    async def talk() -> None:
+        ours = host_of(1, connections_max=2)
+        async with ours.run([LISTENING]):
+            for number in range(2, 6):
+                stranger = host_of(number, listen=())
+                async with stranger.run([]):
+                    await stranger.connect(PeerInfo(ours.get_id(), ours.get_transport_addrs()))
+                    await stranger.get_network().close_peer(ours.get_id())
+                while ours.get_network().get_connections():
+                    await trio.lowlevel.checkpoint()
+
+    on_trio(talk)
+
+
+def test_idle_sockets_leave_room_for_a_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, 512 sockets of a stranger without any key kept all others away, ten seconds each."""
+    monkeypatch.setattr(limits, "PEER_HANDSHAKES_NETWORK_MAX", 4)
+
+    async def talk() -> None:
+        ours, friend, begun = host_of(1, connections_max=32), host_of(2, listen=()), list[object]()
+        upgrade = ours.get_network().upgrade_inbound_raw_conn
+
+        async def counted(conn: object, listening: Multiaddr) -> object:
+            begun.append(conn)
+            return await upgrade(conn, listening)
+
+        monkeypatch.setattr(ours.get_network(), "upgrade_inbound_raw_conn", counted)
+        async with ours.run([LISTENING]), friend.run([]), contextlib.AsyncExitStack() as stack:
+            port = int(str(ours.get_transport_addrs()[0]).split("/tcp/")[1].split("/")[0])
+            for _ in range(64):
+                await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", port))
+            while len(begun) < 64:
+                await trio.lowlevel.checkpoint()
+            await friend.connect(PeerInfo(ours.get_id(), ours.get_transport_addrs()))
+            await friend.get_network().close_peer(ours.get_id())
+
+    on_trio(talk)
+
+
+@dataclass
+class _Socket:
+    """A connection from an address, whose handshake ends when `ready` is set, and whose link when `event_closed` is."""
+
+    host: str
+    ready: trio.Event = field(default_factory=trio.Event)
+    event_closed: trio.Event = field(default_factory=trio.Event)
+    is_linked: bool = False
+    is_closed: bool = False
+
+    @property
+    def stream(self) -> SimpleNamespace:
+        return SimpleNamespace(socket=SimpleNamespace(getpeername=lambda: (self.host, 1)))
+
+    async def close(self) -> None:
+        self.is_closed = True
+        self.ready.set()
+
+
+class _World:
+    """Inbound links of a host without a network. `ended` are the connections that it no longer serves."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._links = InboundLinks(SimpleNamespace(upgrade_inbound_raw_conn=self._upgrade), 512)
+        self.ended: list[_Socket] = []
+
+    async def _upgrade(self, conn: Any, listening: Multiaddr) -> Any:
+        await conn.stream.ready.wait()
+        if conn.stream.is_closed:
+            raise OSError("closed")
+        conn.stream.is_linked = True
+        return conn.stream
+
+    async def dial(self, host: str, *, ready: bool = False) -> _Socket:
+        socket = _Socket(host)
+        if ready:
+            socket.ready.set()
+        self._nursery.start_soon(self._serve, socket)
+        await wait_all_tasks_blocked()
+        return socket
+
+    async def _serve(self, socket: _Socket) -> None:
+        await self._links.take(socket, LISTENING)
+        self.ended.append(socket)
+
+
+def test_one_network_has_a_share_of_the_links() -> None:
+    async def talk() -> None:
+        async with trio.open_nursery() as nursery:
+            world = _World(nursery)
+            links = [
+                await world.dial(f"93.184.216.{number}", ready=True)
+                for number in range(limits.PEER_CONNECTIONS_NETWORK_MAX)
+            ]
+            assert all(link.is_linked for link in links)
+            assert not (await world.dial("93.184.216.200", ready=True)).is_linked
+            assert (await world.dial("1.1.1.1", ready=True)).is_linked
+            links[0].event_closed.set()
+            await wait_all_tasks_blocked()
+            assert (await world.dial("93.184.216.200", ready=True)).is_linked
+            nursery.cancel_scope.cancel()
+
+    on_trio(talk)
+
+
+def test_addresses_of_ipv6_count_by_network() -> None:
+    """The library knows no address of theirs: all such links would count as one network."""
+
+    async def talk() -> None:
+        async with trio.open_nursery() as nursery:
+            world = _World(nursery)
+            for number in range(limits.PEER_CONNECTIONS_NETWORK_MAX):
+                assert (await world.dial(f"2606:4700::{number:x}", ready=True)).is_linked
+            assert not (await world.dial("2606:4700::ffff", ready=True)).is_linked
+            assert (await world.dial("2606:4701::1", ready=True)).is_linked
+            nursery.cancel_scope.cancel()
+
+    on_trio(talk)
+
+
+def test_a_newer_handshake_ends_the_oldest_of_the_network_with_most() -> None:
+    async def talk() -> None:
+        async with trio.open_nursery() as nursery:
+            world = _World(nursery)
+            friend = await world.dial("1.1.1.1")
+            flood = [
+                await world.dial(f"93.184.216.{number}") for number in range(limits.PEER_HANDSHAKES_NETWORK_MAX + 3)
+            ]
+            assert world.ended == flood[:3]
+            for number in range(limits.PEER_HANDSHAKES_MAX - 16):
+                await world.dial(f"93.{number}.0.1")
+            assert friend not in world.ended
+            friend.ready.set()
+            await wait_all_tasks_blocked()
+            assert friend.is_linked
+            nursery.cancel_scope.cancel()
+
+    on_trio(talk)
