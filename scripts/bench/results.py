@@ -30,9 +30,6 @@ NEVER_RECORDED: dict[str, str] = {
     "half, all uploads done, none lost; heartbeats' p99 4.1 times (bar 3, missed), before they waited for seconds",
     "side_by_side": "it needs a public model; a quick run on 2026-11-23 gave 0.99 of plain generation with seeds and proofs "
     "(bar 0.92) and 0.92 without (bar 0.95, missed)",
-    "soak": "the hour is still to come. 2026-11-27, beside other tests: seed 20261130, 25 minutes with 344 kills -9, until a "
-    "damaged bundle ended the trainer at each start (fixed since); then seed 20261131, 22 minutes with 198 kills, 737 policies "
-    "and 1,365 bundles: 0 lost, 0 doubled, and two starts of the coordinator that took over 120 s on a machine without memory",
 }
 """Benchmarks that print checks and have no file in results/, with the reason."""
 
