@@ -111,3 +111,19 @@ async def answers_of_stopped(pair: Pair, world: World, work: Awaitable[None], *,
             await writer.wait_closed()
     await pair.daemons[stopped].wait()
     return answers
+
+
+class Place:
+    """Leadership (ports.leadership.Leadership) that no other coordinator ends, with gaps between its terms."""
+
+    is_leading = lasts = True
+
+    def may_answer(self) -> bool:
+        return self.lasts
+
+    async def catch_up(self) -> None: ...
+
+    async def led(self) -> None: ...
+
+    async def lost(self) -> None:
+        await asyncio.Event().wait()

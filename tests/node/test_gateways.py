@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from tests.node import link_world
 from tests.node.coordinator_process import crash_run
 from tests.node.coordinator_world import (
     ANNA,
@@ -67,17 +68,9 @@ def link_to(run: PinnedRun, server: LinkServer) -> LinkClient:
     return LinkClient((("127.0.0.1", server.port),), secret=SECRET, run=run.digest)
 
 
-@contextlib.asynccontextmanager
-async def linked(world: World, server: LinkServer) -> AsyncIterator[LinkClient]:
+def linked(world: World, server: LinkServer) -> contextlib.AbstractAsyncContextManager[LinkClient]:
     """Keep a link to a coordinator."""
-    link = link_to(world.run, server)
-    keeping = asyncio.ensure_future(link.keep())
-    try:
-        await link.linked.wait()
-        yield link
-    finally:
-        keeping.cancel()
-        await asyncio.wait({keeping})
+    return link_world.linked(server.port, world.run.digest)
 
 
 async def test_work_leased_at_one_gateway_is_uploaded_at_another_and_a_replay_is_refused_everywhere() -> None:

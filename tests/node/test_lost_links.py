@@ -11,6 +11,7 @@ from tests.node.coordinator_world import ANNA, BEN, make_parcel, make_run, memor
 from tests.node.gateway_world import two_gateways
 from tests.node.link_world import answering, linked, raw_gateway
 from tests.node.seeded_parts_world import SimulatedServer
+from tests.node.standby_world import Place
 from tests.time_world import VirtualClock, turns, until
 
 from prime_node.adapters.link.sealed_frames import FrameKind, LinkFrame
@@ -100,25 +101,9 @@ async def test_a_gateway_gets_no_answer_of_a_leader_whose_term_has_ended() -> No
             await asking
 
 
-class Term:
-    """Leadership (ports.leadership.Leadership) whose time may be over without another leader."""
-
-    is_leading = lasts = True
-
-    def may_answer(self) -> bool:
-        return self.lasts
-
-    async def catch_up(self) -> None: ...
-
-    async def led(self) -> None: ...
-
-    async def lost(self) -> None:
-        await asyncio.Event().wait()
-
-
 async def test_a_former_leader_refuses_what_it_has_decided_whatever_carries_its_answers() -> None:
     """Its web server and its links cut what they still hold; here neither does."""
-    term, web, stop = Term(), SimulatedServer(), asyncio.Event()
+    term, web, stop = Place(), SimulatedServer(), asyncio.Event()
     parts = replace(memory_parts(make_run()), leadership=term, web=web)
     daemon = asyncio.create_task(serve_coordinator(parts, stop))
     await until(lambda: web.routes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -30,7 +29,7 @@ from tests.node.coordinator_world import (
 )
 from tests.node.crowd_world import Crowd, check_promises
 from tests.node.gateway_world import LISTENS, gateway_parts, hearing, serving
-from tests.node.standby_world import Pair, answers_of_stopped
+from tests.node.standby_world import Pair, Place, answers_of_stopped
 
 from prime_lab.postgres_server import PASSWORD, PostgresServer
 from prime_lab.s3_server import BUCKET, S3Server
@@ -92,22 +91,6 @@ def test_standbys_need_a_store_and_blobs_that_they_share() -> None:
     for settings in ({}, {"store": "postgresql://prime@db/mine"}, {"blobs": "s3://bucket"}):
         with pytest.raises(LocalError, match="standby needs what all coordinators of the run share"):
             CoordinatorConfig.load({"coordinator": {"standby": True, **settings}})
-
-
-class Place:
-    """Leadership (ports.leadership.Leadership) that no other coordinator ends, with gaps between its terms."""
-
-    is_leading = lasts = True
-
-    def may_answer(self) -> bool:
-        return self.lasts
-
-    async def catch_up(self) -> None: ...
-
-    async def led(self) -> None: ...
-
-    async def lost(self) -> None:
-        await asyncio.Event().wait()
 
 
 async def test_a_policy_that_comes_in_a_gap_between_terms_is_published_and_nothing_is_deleted_there() -> None:

@@ -128,11 +128,7 @@ class Checkpoints:
         for partial in self._folder.glob(f"*{_PARTIAL}"):
             shutil.rmtree(partial)
         complete, usable = self._complete(), self._usable(head)
-        if not complete:
-            if self._damaged():
-                self._begin_again(head)
-            return None
-        if not usable:
+        if complete and not usable:
             raise LocalError(
                 f"the checkpoints in {self._folder} begin at step {_step_of(complete[0])}, but the coordinator's newest policy is"
                 f" {head}: the coordinator lost data, or the folder belongs to another run"
@@ -141,7 +137,8 @@ class Checkpoints:
             shutil.rmtree(ahead)
         path = self._intact(usable)
         if path is None:
-            self._begin_again(head)
+            if damaged := self._damaged():
+                self._begin_again(damaged, head)
             return None
         try:
             state = TrainerState.model_validate_json((path / _STATE_FILE).read_bytes())
@@ -166,12 +163,11 @@ class Checkpoints:
     def _damaged(self) -> list[Path]:
         return sorted(self._folder.glob(f"*{_DAMAGED}"))
 
-    def _begin_again(self, head: int) -> None:
+    def _begin_again(self, damaged: Sequence[Path], head: int) -> None:
         """Permit a start from the initial weights: the publisher compares each policy that is published already.
 
         Raises LocalError if the durable step, counted with the damaged checkpoints, was beyond 0.
         """
-        damaged = self._damaged()
         if self._durable([path.with_suffix("") for path in damaged], head):
             raise LocalError(
                 f"no checkpoint in {self._folder} is intact, the damaged ones are {', '.join(path.name for path in damaged)}:"
