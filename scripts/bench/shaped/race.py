@@ -29,9 +29,9 @@ PRODUCT = {"PYTHONPATH": os.pathsep.join([str(ROOT / "node"), str(ROOT / "protoc
 PORT = 9_000
 POLL_S = 0.004
 LOOK_S = 0.1
+"""Seconds between readings of the links' traffic."""
 START_S = 4.0
 """Seconds that each further process may add to the start of all, on two slow cores."""
-"""Seconds between readings of the links' traffic."""
 
 
 @dataclass(frozen=True, slots=True)
