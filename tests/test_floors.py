@@ -27,6 +27,7 @@ FLOORS = (
     {"at_desk", "files", "folder_lock", "memory", "pages", "power", "scratch"},
     {"inside"},
     {"ports"},
+    {"carrier"},
     {"prime_node"},
     {"prime_protocol"},
 )

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import to_json
 
 from prime_protocol import limits
 from prime_protocol.constraints import refuse_dropped
@@ -116,16 +117,15 @@ class Envelope:
 
     def to_bytes(self) -> bytes:
         """Serialise to JSON, as on the wire."""
-        return json.dumps(
+        return to_json(
             {
                 "payload": base64.b64encode(self.payload).decode(),
                 "payloadType": self.payload_type,
                 "signatures": [
                     {"keyid": s.key_id, "sig": base64.b64encode(s.signature).decode()} for s in self.signatures
                 ],
-            },
-            separators=(",", ":"),
-        ).encode()
+            }
+        )
 
     def to_base64(self) -> str:
         """Return the envelope as URL-safe base64, as people copy it from one machine to another."""

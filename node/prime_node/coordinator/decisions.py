@@ -39,6 +39,8 @@ class Decisions:
     ) -> None:
         self.banned: asyncio.Queue[str] = asyncio.Queue()
         """Workers whose ban dossier has to be written (dossiers.py)."""
+        self.state: State = journal.state
+        """The state. Read only; `decide` changes it."""
         self._journal = journal
         self._clock = clock
         self._observer = observer
@@ -47,11 +49,6 @@ class Decisions:
         self._evaluations = evaluations
         self._metrics = metrics
         self._leadership = leadership
-
-    @property
-    def state(self) -> State:
-        """The state. Read only; `decide` changes it."""
-        return self._journal.state
 
     @property
     def number(self) -> int:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from prime_node.carrier import carrier
 from prime_node.coordinator.state.records import State, WorkerRecord
 from prime_node.patience import PAUSE_S_MAX
 from prime_protocol import limits
@@ -24,7 +24,7 @@ HEARTBEATS_MISSED_MAX = 4
 """Missed heartbeats after which a worker is lost."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class LastSeen:
     """A worker's last sign of life."""
 

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
+from prime_node.carrier import carrier
 from prime_node.ports.host_names import is_own_host
 from prime_protocol.errors import ErrorCode, RemoteError
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class Sender:
     """A key that has authenticated on a connection."""
 
@@ -27,7 +28,7 @@ class Sender:
     """Whether the run trusts the key (trainer, validator, coordinator, root). Otherwise it is a member: a key that joined."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class Request:
     """One request, as a handler sees it."""
 
@@ -45,7 +46,7 @@ class Request:
     """Parameters after the question mark, where the server reads them."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class Response:
     """A handler's answer. A handler may also raise RemoteError, which becomes its status and an ErrorBody."""
 
@@ -75,7 +76,7 @@ class Importance(IntEnum):
     """Never refused for load, such as the checks of a load balancer."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class BodyShare:
     """A named limit that several bodies in transit share. A body may count against several."""
 
@@ -84,7 +85,7 @@ class BodyShare:
     bodies_max: int
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class BodyAdmission:
     """Admission of a body, decided before its first byte is read."""
 

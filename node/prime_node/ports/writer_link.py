@@ -7,16 +7,17 @@ that its state decides, itself.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
+from prime_node.carrier import carrier
 from prime_node.ports.web import Response, Sender
 
 ADMIT, SHED = "admit", "shed"
 """Calls that are none of the endpoints: may a body be read, and what was refused for load."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class HeldParcel:
     """A parcel that a gateway holds and has verified: signature, framing, and that its body is the signed one."""
 
@@ -31,7 +32,7 @@ class HeldParcel:
     to store. Raises RemoteError or OSError."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class ForwardedCall:
     """One request that a gateway forwards."""
 
@@ -52,7 +53,7 @@ class ForwardedCall:
     """Bundle whose bytes stay at the gateway until the writer takes it."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class ForwardedAnswer:
     """The writer's answer, and the sender that it vouches for."""
 

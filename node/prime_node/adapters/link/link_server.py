@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from prime_node.adapters.link.sealed_frames import (
     LARGE_BYTES,
@@ -57,7 +57,9 @@ AHEAD_BYTES_MAX = 2**22
 PIECES_AHEAD = 2
 """Pieces of a stream that are sent before the gateway has asked for more."""
 ADDRESS_CHARS_MAX = 256
-Signed = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
+_Signed = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
+_Parcel = Annotated[tuple[Digest, Annotated[int, Field(gt=0, le=PACKET_BYTES_MAX)], _Signed], Field(strict=False)]
+"""Digest, length and signature of the parcel that the gateway holds: an array in JSON, which the tuple's strictness refuses."""
 
 
 class LinkServer:
@@ -344,40 +346,23 @@ class CallHead(BaseModel):
     path: str
     address: str = Field(default="", max_length=ADDRESS_CHARS_MAX)
     signer: Literal[""] | KeyId = ""
-    params: dict[str, str] = {}
-    query: dict[str, str] = {}
-    headers: dict[str, str] = {}
+    params: dict[str, str] = Field(default_factory=dict)  # pydantic makes deep copies of a default {}
+    query: dict[str, str] = Field(default_factory=dict)
+    headers: dict[str, str] = Field(default_factory=dict)
     claimant: Literal[""] | KeyId = ""
-    parcel: tuple[Digest, Annotated[int, Field(gt=0, le=PACKET_BYTES_MAX)], Signed] | None = None
-    """Digest, length and signature of the parcel that the gateway holds."""
-
-    @field_validator("parcel", mode="before")
-    @classmethod
-    def _is_array(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
+    parcel: _Parcel | None = None
 
 
 def call_of(frame: LinkFrame, want: Callable[[int], Awaitable[bytes]]) -> ForwardedCall:
     """Return the call in a frame. `want` fetches the parcel of a call. Raises RemoteError(MALFORMED)."""
     try:
-        head = CallHead.model_validate(frame.head)
+        head = vars(CallHead.model_validate(frame.head))
     except ValidationError:
         raise RemoteError(ErrorCode.MALFORMED, "a call of a gateway whose head is not valid") from None
-    parcel = None
-    if head.parcel is not None:
-        digest, num_bytes, signature = head.parcel
-        parcel = HeldParcel(digest, num_bytes, bytes.fromhex(signature), partial(want, frame.call))
-    return ForwardedCall(
-        path=head.path,
-        address=head.address,
-        signer=head.signer,
-        params=head.params,
-        query=head.query,
-        headers=head.headers,
-        body=frame.body,
-        claimant=head.claimant,
-        parcel=parcel,
-    )
+    if head["parcel"] is not None:
+        digest, num_bytes, signature = head["parcel"]
+        head["parcel"] = HeldParcel(digest, num_bytes, bytes.fromhex(signature), partial(want, frame.call))
+    return ForwardedCall(**head, body=frame.body)
 
 
 def answer_head(answer: ForwardedAnswer) -> dict[str, object]:

@@ -19,12 +19,14 @@ import hmac
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import IntEnum
 from typing import Any
 
 from blake3 import blake3
+from pydantic_core import to_json
 
+from prime_node.carrier import carrier
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 
 MAGIC = b"prime gateway 2\n"
@@ -35,7 +37,6 @@ LARGE_BYTES = 2**16
 """Length from which a body is sent by itself."""
 _FRAME = struct.Struct(">BQII")
 _BEFORE = 4 + LENGTH_CODE_BYTES
-_encoded = json.JSONEncoder(separators=(",", ":")).encode
 _decoded = json.JSONDecoder().decode
 
 
@@ -67,7 +68,7 @@ class BrokenLink(Exception):
 _KINDS = {int(kind): kind for kind in FrameKind}
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class LinkFrame:
     """One frame."""
 
@@ -97,7 +98,7 @@ class FrameSealer:
         """Return the bytes of frames that are sent together. Raises LocalError if they are too long."""
         parts: list[bytes] = []
         for frame in frames:
-            head = _encoded(frame.head).encode() if frame.head else b""
+            head = _encoded(frame.head) if frame.head else b""
             parts += (_FRAME.pack(frame.kind, frame.call, len(head), len(frame.body)), head, frame.body)
         inner = b"".join(parts)
         if len(inner) > PACKET_BYTES_MAX:
@@ -152,6 +153,13 @@ class FrameOpener:
             if (known := _KINDS.get(kind)) is None or len(packet) < at:
                 raise BrokenLink(f"a frame of a kind, {kind}, that this release does not know, or that is cut off")
             yield LinkFrame(known, call, _head(packet[body_at - head_bytes : body_at]), packet[body_at:at])
+
+
+def _encoded(head: dict[str, Any]) -> bytes:
+    try:
+        return to_json(head)
+    except ValueError:  # half a character, of a caller's header: the other side refuses this call alone
+        return json.dumps(head).encode()
 
 
 def _head(data: bytes) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class SqliteDatabase:
 
     async def migrate(self, run: str) -> StoreInfo:
         """Bring the tables to the version of this release. A new database becomes that of `run`."""
-        return await self._write(self._migrate, run)
+        return await self._write(self._transact, self._migrate, run)
 
     async def fetch(self, query: str, *values: Any) -> Sequence[Sequence[Any]]:
         """Return the rows of a query. Raises LocalError, for example for a damaged page."""
@@ -131,7 +131,7 @@ class SqliteDatabase:
     async def check(self) -> None:
         """Compare tables with indexes and with the tail. Makes damaged indexes again from their rows. Raises LocalError."""
         if faults := await self._faults():
-            await self._write_or_tell(self._writer.execute, "REINDEX")
+            await self._write_or_tell(self._transact, self._writer.execute, "REINDEX")
             if await self._faults():
                 raise damaged(self.place, f"its structure ({faults[0]})")
             log.warning("%s: an index was damaged (%s) and is made again", self._path, faults[0])
@@ -149,18 +149,12 @@ class SqliteDatabase:
     async def append(self, batch: Batch) -> None:
         """Write a batch. Raises StoreConflict, also if another process has written since."""
         await self._write_or_tell(self._append, batch)
-        lasts = (
-            batch.events[-1].number if batch.events else -1,
-            batch.first_change + len(batch.receipts) - 1 or -1,  # the first change is 1
-            batch.first_line + len(batch.lines) - 1,
-        )
-        await asyncio.get_running_loop().run_in_executor(self._writing, self._write_tail, *lasts)
 
     async def save_snapshot(
         self, number: int, payload: str, digest: str, archived: Sequence[Any] | None, kept_from: int
     ) -> None:
         """Replace the snapshot, delete the events before its number, and archive a segment."""
-        await self._write_or_tell(self._save_snapshot, (number, payload, digest), archived, kept_from)
+        await self._write_or_tell(self._transact, self._save_snapshot, (number, payload, digest), archived, kept_from)
 
     async def info(self) -> StoreInfo:
         """Return the row of `store_info`."""
@@ -168,19 +162,19 @@ class SqliteDatabase:
 
     async def set_closed(self, reason: str) -> None:
         """Set why no coordinator may use the store."""
-        await self._write_or_tell(self._writer.execute, "UPDATE store_info SET closed = ?", (reason,))
+        await self._write_or_tell(self._transact, self._writer.execute, "UPDATE store_info SET closed = ?", (reason,))
 
     async def clear(self) -> None:
         """Delete all rows of the tables."""
         self._tail.unlink(missing_ok=True)
         for table in TABLES:
-            await self._write_or_tell(self._writer.execute, f"DELETE FROM {table}")
+            await self._write_or_tell(self._transact, self._writer.execute, f"DELETE FROM {table}")
 
     async def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
         """Insert rows into a table."""
         columns = TABLES[table]
         query = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' for _ in columns)})"
-        await self._write_or_tell(self._writer.executemany, query, rows)
+        await self._write_or_tell(self._transact, self._writer.executemany, query, rows)
 
     async def close(self) -> None:
         """Close both connections."""
@@ -197,9 +191,9 @@ class SqliteDatabase:
             raise _unwritable(self._path, error) from error
 
     async def _write(self, work: Callable[..., _T], *values: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._writing, self._transact, work, values)
+        return await asyncio.get_running_loop().run_in_executor(self._writing, work, *values)
 
-    def _transact(self, work: Callable[..., _T], values: Sequence[Any]) -> _T:
+    def _transact(self, work: Callable[..., _T], *values: Any) -> _T:
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             result = work(*values)
@@ -255,6 +249,15 @@ class SqliteDatabase:
             os.close(descriptor)
 
     def _append(self, batch: Batch) -> None:
+        """Write a batch and the tail: one visit of the thread for both."""
+        self._transact(self._insert, batch)
+        self._write_tail(
+            batch.events[-1].number if batch.events else -1,
+            batch.first_change + len(batch.receipts) - 1 or -1,  # the first change is 1
+            batch.first_line + len(batch.lines) - 1,
+        )
+
+    def _insert(self, batch: Batch) -> None:
         before = batch.events[0].number - 1 if batch.events else None
         last = self._writer.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()[0]
         if before is not None and last != before:

@@ -109,8 +109,9 @@ class BodyChecks:
 
     def paid_by_key(self, claimant: str) -> str:
         """Return the key whose claim to a body was admitted, if its rate was charged; else an empty text."""
-        is_known = sender_of(claimant, run=self.gate.run, state=self.decisions.state) is not None
-        return claimant if is_known and claimant in self.decisions.state.workers else ""
+        state = self.decisions.state
+        is_charged = claimant in state.workers and sender_of(claimant, run=self.gate.run, state=state) is not None
+        return claimant if is_charged else ""
 
     def _of_known(self, signer: str, network: str) -> tuple[BodyShare, ...]:
         """Return the shares that a known key's body counts against.

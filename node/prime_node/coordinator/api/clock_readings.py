@@ -7,8 +7,7 @@ readings the one whose two ends lie closest is taken.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from prime_node.carrier import carrier
 from prime_node.ports.clock import Clock
 
 APART_S_MAX = 0.01
@@ -17,7 +16,7 @@ READINGS_MAX = 8
 """Maximum attempts."""
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class ClockReading:
     """A time by both clocks. `unix_ms` was read after `monotonic_s`, and at most `apart_s` seconds later."""
 

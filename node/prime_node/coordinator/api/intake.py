@@ -29,6 +29,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from prime_node.carrier import carrier
 from prime_node.coordinator.api.direct_uploads import DirectUploads, lease_bytes_max
 from prime_node.coordinator.api.leasing import ENVIRONMENT_RETRY_S
 from prime_node.coordinator.api.receipts import ReceiptLists, verdict_of
@@ -40,7 +41,6 @@ from prime_node.coordinator.dossiers import contradiction_name
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import audits
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.events import BundleArrived, BundleContradicted, BundleTurnedAway
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
 from prime_node.ports.blobs import Blobs, DamagedBlob

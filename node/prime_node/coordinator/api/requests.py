@@ -30,6 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from prime_node.carrier import carrier
 from prime_node.coordinator.api.callers import prefix_of
 from prime_node.coordinator.api.clock_readings import ClockReading
 from prime_node.coordinator.api.limiter import Limiter
@@ -67,7 +68,7 @@ ROLES_OF = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class AdmittedRequest:
     """A request that has passed all checks."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from prime_node.carrier import carrier
 from prime_node.coordinator.api.admission import WorkerAdmission
 from prime_node.coordinator.api.amendments import CalibrationIntake
 from prime_node.coordinator.api.blobs import BlobReader
@@ -92,7 +93,7 @@ class Handlers:
     bodies: BodyChecks
 
 
-@dataclass(frozen=True, slots=True)
+@carrier(frozen=True, slots=True)
 class ApiCall:
     """One request to an endpoint."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from prime_node.coordinator.state.carrier import carrier
+from prime_node.carrier import carrier
 from prime_node.coordinator.state.records import Ban, LeaseRecord
 from prime_protocol.evidence import Weighed
 from prime_protocol.verdict import BundleStatus, RejectReason

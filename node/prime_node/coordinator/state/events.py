@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from prime_node.broadcast.routes import UpdateRoute
-from prime_node.coordinator.state.carrier import carrier
+from prime_node.carrier import carrier
 from prime_node.coordinator.state.curriculum import Rating
 from prime_node.coordinator.state.person_events import MachineRevoked, PersonBanned, PersonUnbanned
 from prime_node.coordinator.state.records import Claim, JoiningLimits

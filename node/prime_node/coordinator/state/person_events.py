@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from prime_node.coordinator.state.carrier import carrier
+from prime_node.carrier import carrier
 
 
 @carrier(frozen=True, slots=True)

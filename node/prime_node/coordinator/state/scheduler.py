@@ -35,9 +35,9 @@ from __future__ import annotations
 
 from itertools import islice
 
+from prime_node.carrier import carrier
 from prime_node.coordinator.state import batches, failing, newcomers
 from prime_node.coordinator.state.cancelling import is_outdated
-from prime_node.coordinator.state.carrier import carrier
 from prime_node.coordinator.state.operator_orders import pause_of
 from prime_node.coordinator.state.records import LeaseRecord, State, WorkerRecord
 from prime_node.coordinator.state.slots import lowest_open

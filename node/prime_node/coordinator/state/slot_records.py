@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from prime_node.algo.estimates import Mark
-from prime_node.coordinator.state.carrier import carrier
+from prime_node.carrier import carrier
 from prime_protocol.schedule import StalenessFrom
 
 
