@@ -159,6 +159,9 @@ def open_envelope(data: bytes, *, bytes_max: int = limits.ENVELOPE_BYTES_MAX, un
     """
     if len(data) > bytes_max:
         raise LimitExceeded("envelope_bytes_max", len(data), bytes_max)
+    marks = sum(map(data.count, (b"{", b"[", b",")))
+    if marks > limits.ENVELOPE_MARKS_MAX:  # as values in memory they take up to thirty times their bytes
+        raise LimitExceeded("ENVELOPE_MARKS_MAX", marks, limits.ENVELOPE_MARKS_MAX)
     fields = load_json(data)
     if not isinstance(fields, dict):
         raise RemoteError(ErrorCode.MALFORMED, "an envelope is a JSON object")

@@ -13,6 +13,8 @@ ENVELOPE_BYTES_MAX = 4 * 2**20
 """A signed JSON envelope. The largest one is a manifest: 250 bytes per tensor and 140 per part, so 20,000 parts or 300 GB."""
 WORK_BYTES_MAX = 2**26
 """A lease, a check or a batch on the wire. It holds the prompts: 9 bytes per token, so 4,000 prompts of 1,700 tokens."""
+ENVELOPE_MARKS_MAX = 4_096
+"""Brackets, braces and commas in an envelope. The longest list of signatures has 51."""
 JSON_DEPTH_MAX = 16
 """Nesting of objects and arrays in any JSON payload."""
 SIGNATURES_MAX = 16

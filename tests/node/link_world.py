@@ -23,6 +23,8 @@ from prime_node.ports.web import Response
 from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall
 
 RUN = "a" * 64
+BODY_BYTES_MAX = 2**26
+"""Longest body of the run whose gateways are heard."""
 
 
 class RawGateway:
@@ -52,11 +54,21 @@ class RawGateway:
 
 @contextlib.asynccontextmanager
 async def answering(
-    answer: Callable[[ForwardedCall], Awaitable[ForwardedAnswer]], *, may_send: Callable[[], bool] | None = None
+    answer: Callable[[ForwardedCall], Awaitable[ForwardedAnswer]],
+    *,
+    may_send: Callable[[], bool] | None = None,
+    body_bytes_max: int = BODY_BYTES_MAX,
 ) -> AsyncIterator[int]:
     """Hear gateways with a function that answers their calls, and yield the port."""
     server = LinkServer()
-    port = await server.start(answer, address=("127.0.0.1", 0), secret=SECRET, run=RUN, may_send=may_send)
+    port = await server.start(
+        answer,
+        address=("127.0.0.1", 0),
+        secret=SECRET,
+        run=RUN,
+        body_bytes_max=body_bytes_max,
+        may_send=may_send,
+    )
     try:
         yield port
     finally:

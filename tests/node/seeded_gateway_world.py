@@ -51,9 +51,11 @@ class SimulatedListener(LinkServer):
         address: tuple[str, int],
         secret: bytes,
         run: str,
+        body_bytes_max: int,
         may_send: Callable[[], bool] | None,
     ) -> int:
         """Listen at a simulated port."""
+        self.body_bytes_max = body_bytes_max
 
         async def noted(call: ForwardedCall) -> ForwardedAnswer:
             self.answering[one := object()] = call.path

@@ -10,7 +10,7 @@ from tests.node.coordinator_world import ANNA, BEN, COORDINATOR, ROOT, TRAINER, 
 from tests.node.worker_world import next_ring
 
 from prime_node.adapters.system_clock import SystemClock
-from prime_node.broadcast.swarm.directory import ASK_S_MAX, ASK_S_MIN, Directory
+from prime_node.broadcast.swarm.directory import ASK_S_MAX, ASK_S_MIN, LIST_AGE_S_MAX, Directory
 from prime_protocol import limits
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -148,6 +148,27 @@ async def test_a_ticket_from_before_the_keys_were_replaced_is_not_shown_and_a_ne
     assert renewed is not None
     assert _ticket_in(renewed) != _ticket_in(shown)
     asking.cancel()
+
+
+def signed_list(issued_at_ms: int, *records: PeerRecord) -> str:
+    listed = PeerList(run=RUN.digest, issued_at_ms=issued_at_ms, peers=records)
+    return seal(listed, PayloadType.PEER_LIST, COORDINATOR).to_bytes().decode()
+
+
+async def test_an_old_list_replaces_nothing_that_is_known_and_a_list_of_yesterday_counts_from_no_peer() -> None:
+    """Before, a peer could show any list ever signed, and so lead machines to addresses that are others' now."""
+    clock = SystemClock()
+    directory = Directory(RUN, ANNA, Finder(), clock=clock, rng=random.Random(1))
+    now_ms = clock.now_ms()
+    here, before = (PeerRecord(peer=BEN.key_id, urls=(f"http://192.0.2.{number}:4000",)) for number in (1, 2))
+    trainer = PeerRecord(peer=TRAINER.key_id, urls=("http://192.0.2.3:4000",))
+    directory.take_in(signed_list(now_ms, here))
+    directory.take_in(signed_list(now_ms - 1, before, trainer), age_s_max=LIST_AGE_S_MAX)
+    assert directory.records == {BEN.key_id: here, TRAINER.key_id: trainer}
+    with pytest.raises(RemoteError, match="too old"):
+        directory.take_in(signed_list(now_ms - round(1_001 * LIST_AGE_S_MAX), before), age_s_max=LIST_AGE_S_MAX)
+    directory.take_in(signed_list(now_ms + 1, before))
+    assert directory.records[BEN.key_id] == before
 
 
 def _ticket_in(header: str) -> str:

@@ -74,6 +74,21 @@ async def test_redirects_and_compression_are_not_followed(server: Server, client
         await client.run_spec()
 
 
+@pytest.mark.parametrize("tag", ['"' + "x" * 8_000 + '"', '"\u00e9"', "1", '"a" b'])
+async def test_a_tag_that_a_server_may_refuse_is_not_sent_back(server: Server, client: HttpClient, tag: str) -> None:
+    """Before, one answer could make all later requests for the head fail, also those to the run's other addresses."""
+    sent: list[str | None] = []
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        sent.append(request.headers.get("If-None-Match"))
+        return web.Response(body=RUN.envelope.to_bytes(), headers={"ETag": tag})
+
+    server.answer = answer
+    for _ in range(2):
+        await client.head()
+    assert sent == [None, None]
+
+
 async def test_an_endless_body_is_cut_at_the_bound(server: Server, client: HttpClient) -> None:
     sent = 0
 

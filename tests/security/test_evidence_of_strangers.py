@@ -196,6 +196,25 @@ def test_a_ban_by_a_former_key_is_named_and_fails_where_it_is_dated_after_the_ri
         assert report["fault"] == f"a statement is {FORMER}, and dated after it"
 
 
+def test_a_ban_by_a_former_key_whose_ring_the_file_leaves_out_fails_by_a_ledger(tmp_path: Path) -> None:
+    """Before, a thief left the ring out, and `--ledger` compared the seeds alone."""
+    run = make_run()
+    ban = BanStatement(
+        run=run.digest, worker=ANNA.key_id, kind=BanKind.OPERATOR, reason="x", bundle=None, step=0, at_ms=RING_AT_MS + 1,
+        num_receipts=0,
+    )  # fmt: skip
+    file = tmp_path / "case.jsonl"
+    signed = (run.envelope, seal(ban, PayloadType.BAN, COORDINATOR))
+    file.write_bytes(b"".join(one.to_bytes() + b"\n" for one in signed))
+    shown, later = rewritten(run, [], at_ms=9_000), make_run()
+    later.keys.add(ring_of(later))
+    shown.head = seal(shown.head.payload, PayloadType.LEDGER_HEAD, NEW)
+    asyncio.run(export_ledger(shown, later, tmp_path / "ledger.jsonl"))
+    assert check(file, "--run", run.digest)[0] == 0
+    code, report = check(file, "--run", run.digest, "--ledger", str(tmp_path / "ledger.jsonl"))
+    assert (code, report["fault"]) == (1, f"a statement is {FORMER}, and dated after it")
+
+
 def audited(run: PinnedRun, head_key: SigningKey, head_ms: int, *, known: tuple[Envelope, ...] = ()) -> LedgerReport:
     """Audit a ledger of one receipt under this head."""
     shown = rewritten(run, [refused(run, "1" * 64).model_dump_json().encode()], at_ms=head_ms)

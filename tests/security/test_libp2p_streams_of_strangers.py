@@ -23,7 +23,7 @@ from multiaddr import Multiaddr
 from tests.node.libp2p_world import sessions
 
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
-from prime_node.adapters.peers.libp2p_noise import Noise
+from prime_node.adapters.peers.libp2p_noise import SMALL_RECORDS, SMALL_RECORDS_S, Noise
 from prime_node.adapters.peers.libp2p_streams import AskingStream, Streams
 from prime_node.adapters.peers.libp2p_yamux import SMALL_BYTES, SMALL_FRAMES, SMALL_S, Yamux
 from prime_protocol import limits
@@ -217,3 +217,21 @@ def test_small_frames_are_processed_at_a_bounded_rate() -> None:
             assert trio.current_time() - began_s == pytest.approx(turns * SMALL_S)
 
     trio.run(talk, clock=trio.testing.MockClock(autojump_threshold=0))  # time passes only in waits
+
+
+@pytest.mark.parametrize("content", [b"", b"x"])
+def test_small_records_are_opened_at_a_bounded_rate(content: bytes) -> None:
+    """Before, empty records, which no stream's window bounds, took 74 % of a core at 5 MB/s."""
+
+    async def talk() -> None:
+        dialled, listened = await sessions(Noise, Noise)
+        sealed = [dialled.cipher.encrypt(part) for part in (*9 * SMALL_RECORDS * [content], b"the end")]
+        records = b"".join(len(one).to_bytes(2, "big") + one for one in sealed)
+        began_s, num_bytes = trio.current_time(), 0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(dialled.raw.write, records)
+            while num_bytes < 9 * SMALL_RECORDS * len(content) + len(b"the end"):
+                num_bytes += len(await listened.read())
+        assert trio.current_time() - began_s == pytest.approx(8 * SMALL_RECORDS_S)
+
+    trio.run(talk, clock=trio.testing.MockClock(autojump_threshold=0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.node.worker_world import COORDINATOR, WORKER, make_run, names_in
 from prime_node.worker import receipts
 from prime_node.worker.loop import run_worker
 from prime_node.worker.receipts import ReceiptBook
+from prime_node.worker.work import LEASE_PAUSE_S_MIN
 from prime_node.worker.worker import Ending, Equipment
 from prime_protocol.assignment import Lease, Problem
 from prime_protocol.digest import digest_of
@@ -23,7 +25,7 @@ from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_
 from prime_protocol.errors import LocalError
 from prime_protocol.parcel import open_parcel
 from prime_protocol.replies import NotYet, ReceiptList, UploadReply
-from prime_protocol.requests import LeaseRequest
+from prime_protocol.requests import LeaseRequest, ReceiptsRequest
 from prime_protocol.rollout import RolloutHeader
 from prime_protocol.verdict import BundleStatus, Receipt
 
@@ -38,12 +40,15 @@ class LyingCoordinator(MemoryCoordinator):
         super().__init__(*arguments)
         self.changed: Callable[[Envelope], Envelope] = lambda lease: lease
         self.num_asked_leases = 0
+        self.asked_s: list[float] = []
+        """Times of these requests."""
         self.bundles_of: Counter[str] = Counter()
         self.enough = asyncio.Event()
 
     async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
         found = await super().lease(request)
         self.num_asked_leases += 1
+        self.asked_s.append(self.clock.seconds)
         if self.num_asked_leases >= ENOUGH:
             self.enough.set()
         return found if isinstance(found, NotYet) else self.changed(found)
@@ -62,10 +67,10 @@ class Replying:
         return 0.0
 
 
-def lying(folder: Path) -> tuple[WorkerWorld, LyingCoordinator]:
+def lying(folder: Path, kind: type[LyingCoordinator] = LyingCoordinator) -> tuple[WorkerWorld, LyingCoordinator]:
     world = WorkerWorld(folder)
     honest = world.coordinator
-    liar = LyingCoordinator(honest.run, world.clock)
+    liar = kind(honest.run, world.clock)
     liar.manifests, liar.blobs, liar.policies = honest.manifests, honest.blobs, honest.policies
     liar.shown_head = honest.shown_head
     world.coordinator, world.stop = liar, liar.enough
@@ -92,6 +97,49 @@ async def test_a_lease_that_is_sent_twice_gets_one_bundle(tmp_path: Path) -> Non
     liar.changed = again
     assert await run_worker(world.worker(), world.stop) is Ending.STOPPED
     assert list(liar.bundles_of.values()) == [1]
+
+
+async def test_a_lease_from_before_a_restart_gets_no_second_bundle(tmp_path: Path) -> None:
+    """Before, a coordinator that withheld the receipt got one, and with it two headers that convict an honest worker."""
+
+    class Withholding(LyingCoordinator):
+        async def receipts(self, request: ReceiptsRequest) -> ReceiptList:
+            return ReceiptList(receipts=(), next=0)
+
+    world, liar = lying(tmp_path, Withholding)
+    first: list[Envelope] = []
+
+    def again(lease: Envelope) -> Envelope:
+        first.append(lease)
+        return first[0]
+
+    liar.changed = again
+    for _ in range(2):
+        liar.enough.clear()
+        liar.num_asked_leases = 0
+        assert await run_worker(world.worker(), world.stop) is Ending.STOPPED
+    assert list(liar.bundles_of.values()) == [1]
+
+
+async def test_no_answer_makes_a_worker_ask_without_a_pause(tmp_path: Path) -> None:
+    """Before, a wait of no seconds and leases that were over kept its event loop busy, as fast as the line could."""
+
+    class Idle(LyingCoordinator):
+        async def lease(self, request: LeaseRequest) -> Envelope | NotYet:
+            await super().lease(request)
+            return NotYet(reason="nothing to do", retry_after_s=0.0)
+
+    def over(lease: Envelope) -> Envelope:
+        made = parse_json(lease.payload, Lease)
+        changed = made.model_copy(update={"issued_at_ms": 0, "expires_at_ms": made.issued_at_ms - 1})
+        return seal(changed, PayloadType.LEASE, COORDINATOR)
+
+    for kind, change in ((Idle, lambda lease: lease), (LyingCoordinator, over)):
+        world, liar = lying(tmp_path / kind.__name__, kind)
+        liar.changed, world.clock.tick_s = change, 0.0
+        assert await run_worker(world.worker(), world.stop) is Ending.STOPPED
+        pauses = [later - earlier for earlier, later in itertools.pairwise(liar.asked_s)]
+        assert min(pauses) >= 0.99 * LEASE_PAUSE_S_MIN, kind.__name__
 
 
 async def test_two_leases_of_one_id_end_no_worker(tmp_path: Path) -> None:
@@ -147,13 +195,18 @@ def listed(*signed: Envelope, after: int = 0) -> ReceiptList:
     return ReceiptList(receipts=texts, next=after + len(texts))
 
 
-def test_a_lease_of_a_known_receipt_counts_as_answered_after_a_restart(tmp_path: Path) -> None:
+def test_a_lease_counts_as_answered_after_a_restart_with_or_without_its_receipt(tmp_path: Path) -> None:
+    leases, note = [digest_of(b"lease %d" % number) for number in (1, 2, 3)], tmp_path / "answered.txt"
+    book_in(tmp_path).note_bundle(digest_of(b"bundle 1"), leases[0])
+    with note.open("a") as file:
+        file.write(leases[2][:20])  # a crash while it was written
+    book_in(tmp_path).note_bundle(digest_of(b"bundle 2"), leases[1])
     book = book_in(tmp_path)
     book.add(listed(receipt_of(1)), now_ms=0)
-    book.note_bundle(digest_of(b"bundle 2"), digest_of(b"lease 2"))
-    assert book.is_answered(digest_of(b"lease 2"))
-    again = book_in(tmp_path)
-    assert [again.is_answered(digest_of(b"lease %d" % number)) for number in (1, 2)] == [True, False]
+    for _ in range(2):
+        assert [book.is_answered(lease) for lease in leases] == [True, True, False]
+        book = book_in(tmp_path)
+    assert note.read_text() == f"{leases[1]}\n", "a receipt says the same"
 
 
 def test_receipts_without_end_fill_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_node.cli.doctor import trial_command
 from prime_node.cli.place import given_link, parse_link
 from prime_protocol import limits
 from prime_protocol.errors import LocalError
@@ -44,6 +45,13 @@ def test_an_invitation_from_standard_input_is_in_no_list_of_processes(tmp_path: 
         finally:
             worker.kill()
             worker.wait()
+
+
+def test_the_child_of_the_doctor_gets_no_invitation(tmp_path: Path) -> None:
+    """Before, it got the whole link, also one that the doctor had read from standard input."""
+    command = trial_command(f"http://192.0.2.1:8400/#{'0' * 64}.{INVITE}", tmp_path)
+    assert f"http://192.0.2.1:8400/#{'0' * 64}" in command
+    assert not any(INVITE in argument for argument in command)
 
 
 def _arguments(process: Path) -> bytes:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, VALIDATOR, make_parcel, make_run, memory_parts, running
 from tests.node.gateway_world import LISTENS, hearing
-from tests.node.link_world import answering, linked, no_answer, raw_gateway
+from tests.node.link_world import BODY_BYTES_MAX, RawGateway, answering, linked, no_answer, raw_gateway
 
-from prime_node.adapters.link.sealed_frames import FrameKind, LinkFrame
+from prime_node.adapters.link import link_server
+from prime_node.adapters.link.sealed_frames import CODE_BYTES, HEAD_BYTES_MAX, FrameKind, LinkFrame
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
-from prime_node.ports.writer_link import ForwardedCall, HeldParcel
+from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall, HeldParcel
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.parcel import open_parcel
 
@@ -70,3 +72,114 @@ async def test_a_head_that_no_gateway_sends_reaches_no_endpoint(name: str) -> No
                 assert (frame.call, frame.head["code"]) == (1, "malformed")
                 return
     pytest.fail("the link has ended")
+
+
+async def ended(gateway: RawGateway) -> bool:
+    """Read until the writer ends the link, and return True; its signs of life never end."""
+    async with asyncio.timeout(20.0):
+        async for _ in gateway.frames():
+            pass
+    return True
+
+
+async def faults(gateway: RawGateway, number: int) -> list[LinkFrame]:
+    """Return the next faults."""
+    found = []
+    async with asyncio.timeout(20.0):
+        async for frame in gateway.frames():
+            found += [frame] if frame.kind is FrameKind.FAULT else []
+            if len(found) == number:
+                return found
+    pytest.fail("the link has ended")
+
+
+def call(number: int, num_bytes: int = 0, **head: Any) -> LinkFrame:
+    return LinkFrame(FrameKind.CALL, number, {"path": "/v1/status", **head}, bytes(num_bytes))
+
+
+async def test_a_packet_that_is_longer_than_any_body_of_the_run_ends_the_link_before_it_arrives() -> None:
+    """Before, the writer waited for two gigabytes, from each of any number of links."""
+    async with answering(no_answer) as port, raw_gateway(port) as gateway:
+        whole = gateway.sealer.seal(call(1, BODY_BYTES_MAX + HEAD_BYTES_MAX))
+        gateway.send(whole[: 4 + 8 + CODE_BYTES])
+        assert await ended(gateway)
+
+
+async def test_the_calls_of_one_address_are_bounded_in_number_and_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, each call of any number of them was kept with its body until it was answered."""
+    monkeypatch.setattr(link_server, "CALLS_EACH_MAX", 3)
+    waiting = asyncio.Event()
+
+    async def never(call: ForwardedCall) -> ForwardedAnswer:
+        await waiting.wait()
+        return await no_answer(call)
+
+    async with answering(never) as port, raw_gateway(port) as one, raw_gateway(port) as other:
+        one.send(one.sealer.seal(call(1), call(2)))
+        other.send(other.sealer.seal(call(1), call(2), call(3)))
+        assert [fault.head["code"] for fault in await faults(other, 2)] == ["unavailable"] * 2
+    monkeypatch.setattr(link_server, "HELD_BYTES_MAX", 0)
+    async with answering(never, body_bytes_max=1_000) as port, raw_gateway(port) as gateway:
+        gateway.send(gateway.sealer.seal(call(1, 1_000), call(2, 1_000), call(3, 1)))
+        (fault,) = await faults(gateway, 1)
+        assert (fault.call, fault.head["code"]) == (3, "unavailable")
+
+
+async def test_calls_that_have_ended_count_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_server, "CALLS_EACH_MAX", 1)
+    monkeypatch.setattr(link_server, "HELD_BYTES_MAX", 0)
+    async with answering(no_answer, body_bytes_max=1_000) as port, linked(port) as link:
+        for _ in range(5):
+            await link.ask(ForwardedCall("/v1/status", body=bytes(900)))
+
+
+async def test_a_parcel_that_is_given_counts_like_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_server, "HELD_BYTES_MAX", 0)
+    outcomes: asyncio.Queue[str] = asyncio.Queue()
+
+    async def take(call: ForwardedCall) -> ForwardedAnswer:
+        assert call.parcel is not None
+        try:
+            await call.parcel.fetch()
+        except RemoteError as error:
+            outcomes.put_nowait(error.code)
+        else:
+            outcomes.put_nowait("taken")
+        await asyncio.Event().wait()
+        return await no_answer(call)
+
+    async with answering(take, body_bytes_max=1_000) as port, raw_gateway(port) as gateway:
+        frames = gateway.frames()
+        for number, outcome in ((1, "taken"), (2, "taken"), (3, "unavailable")):
+            gateway.send(gateway.sealer.seal(call(number, parcel=["b" * 64, 1, "00" * 64])))
+            async for frame in frames:
+                if frame.kind is FrameKind.WANT:
+                    break
+            gateway.send(gateway.sealer.seal(LinkFrame(FrameKind.GIVEN, number, body=bytes(1_000))))
+            assert await outcomes.get() == outcome
+
+
+async def test_two_calls_of_one_number_end_the_link() -> None:
+    async def never(call: ForwardedCall) -> ForwardedAnswer:
+        await asyncio.Event().wait()
+        return await no_answer(call)
+
+    async with answering(never) as port, raw_gateway(port) as gateway:
+        gateway.send(gateway.sealer.seal(call(1), call(1)))
+        assert await ended(gateway)
+
+
+async def test_a_newer_link_takes_the_place_of_the_oldest_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_server, "LINKS_EACH_MAX", 2)
+    async with (
+        answering(no_answer) as port,
+        raw_gateway(port) as oldest,
+        raw_gateway(port) as middle,
+        raw_gateway(port) as newest,
+    ):
+        assert await ended(oldest)
+        for gateway in (middle, newest):
+            gateway.send(gateway.sealer.seal(call(1)))
+            async for frame in gateway.frames():
+                if frame.kind is FrameKind.ANSWER:
+                    break

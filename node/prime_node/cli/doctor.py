@@ -25,7 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from prime_node.cli.finding import Finding
 from prime_node.cli.missing_extra import how_to_install
-from prime_node.cli.place import HOME, parse_link
+from prime_node.cli.place import HOME, given_link, parse_link
 from prime_node.cli.run_status import RunStatus, clock_ahead_s, run_pace, run_status
 from prime_node.cli.say import say
 from prime_node.cli.wire_classes import has_gpu_driver, vllm_extra
@@ -55,7 +55,8 @@ HOW_TO_GET = " (no worker of every run needs them; `prime-node doctor` without a
 
 def doctor(
     link: Annotated[
-        str | None, typer.Argument(help="Join link of a run: can this machine work for it?", show_default=False)
+        str | None,
+        typer.Argument(help="Join link of a run: can this machine work for it? `-`: from stdin.", show_default=False),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="With a link: measure disk, network and engine, in a minute.")
@@ -72,6 +73,7 @@ def doctor(
     needed_for is empty if nothing works without it.
     """
     findings = []
+    link = None if link is None else given_link(link)
     for finding in _findings(link, measure):
         findings.append(finding)
         is_shown = link is None or finding.ok or not finding.needed_for or finding.what in ALWAYS_SHOWN
@@ -246,8 +248,19 @@ def _admission(link: str, status: RunStatus) -> Iterator[Finding]:
 def _trial(link: str) -> Iterator[Finding]:
     """Measure this machine for the run, in a confined child process (run_trial.py)."""
     with tempfile.TemporaryDirectory(prefix="prime-node-doctor-") as folder:
-        command = [sys.executable, "-P", "-m", "prime_node.cli.run_trial", link, str(Path(folder).resolve())]
-        yield from findings_of_child(command)
+        yield from findings_of_child(trial_command(link, Path(folder).resolve()))
+
+
+def trial_command(link: str, folder: Path) -> list[str]:
+    """Return the command of the child process, without the link's invitation: other users see arguments."""
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "prime_node.cli.run_trial",
+        str(replace(parse_link(link), invite="")),
+        str(folder),
+    ]
 
 
 def findings_of_child(command: list[str]) -> Iterator[Finding]:

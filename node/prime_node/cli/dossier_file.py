@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -40,8 +41,11 @@ class DossierFile:
     """Statements by former keys, as text for people."""
 
 
-def read_dossier(path: Path, *, pinned: str | None) -> DossierFile:
-    """Read a dossier. Raises LocalError for disk errors and RemoteError for faults in the file's content."""
+def read_dossier(path: Path, *, pinned: str | None, rings: Sequence[Envelope] = ()) -> DossierFile:
+    """Read a dossier. `rings` are key rings of the run that the file may lack.
+
+    Raises LocalError for disk errors and RemoteError for faults in the file's content.
+    """
     try:
         data = read_dossier_part(path, None if pinned else limits.UNPINNED_DOSSIER_BYTES_MAX)
     except OSError as error:
@@ -56,6 +60,8 @@ def read_dossier(path: Path, *, pinned: str | None) -> DossierFile:
     for envelope in envelopes[1:]:
         found.setdefault(envelope.payload_type, []).append(envelope)
     for ring in found.pop(PayloadType.KEY_RING, []):
+        run.keys.add(ring)
+    for ring in rings[run.keys.version :]:
         run.keys.add(ring)
     for amendment in found.pop(PayloadType.CALIBRATION, []):
         run.calibrations.add(amendment)

@@ -25,6 +25,7 @@ from prime_protocol.verdict import BanKind
 
 if TYPE_CHECKING:
     from prime_node.envs.settings import EnvironmentSettings
+    from prime_protocol.envelope import Envelope
 
 DOES_NOT_HOLD = 1
 RESTS_ON = {
@@ -106,7 +107,8 @@ def evidence_verify(
         str | None,
         typer.Option(
             show_default=False,
-            help="Exported ledger, join link or URL: are the deciding bundle's problems and seeds those of the run's seed chain?",
+            help="Exported ledger, join link or URL: its key rings count too, and the deciding bundle's problems and "
+            "seeds must be those of the run's seed chain.",
         ),
     ] = None,
     prompts: Annotated[
@@ -153,6 +155,11 @@ def evidence_verify(
     opened, bundle_finding, seeds, rendered, fault = None, "", "", "", ""
     try:
         opened = read_dossier(dossier, pinned=run)
+        if (
+            ledger is not None
+            and len(rings := asyncio.run(_rings_of(ledger, opened.run.digest))) > opened.run.keys.version
+        ):
+            opened = read_dossier(dossier, pinned=run, rings=rings)
         check_dossier(opened.statement, opened.receipts, opened.run, headers=opened.headers)
         bundle_finding = about_the_bundle(opened, dossier.parent, model)
         seeds = "" if ledger is None else asyncio.run(_about_the_seeds(opened, ledger))
@@ -229,6 +236,13 @@ def evidence_contradiction(
             say(f"note {note}")
         say(f"ok   the coordinator signed both statements, so one is false: {found.what}")
     raise typer.Exit(0 if found else DOES_NOT_HOLD)
+
+
+async def _rings_of(ledger: str, run: str) -> list[Envelope]:
+    from prime_node.cli.ledger import open_ledger
+
+    async with open_ledger(ledger, run) as source:
+        return [ring for _, ring in source.run.keys.rings]
 
 
 async def _about_the_seeds(dossier: DossierFile, ledger: str) -> str:

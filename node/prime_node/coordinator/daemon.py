@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from prime_node.coordinator.api.callers import caller_bounds_of
 from prime_node.coordinator.api.forwarded import ForwardedCalls
 from prime_node.coordinator.api.requests import claimed_sender
-from prime_node.coordinator.api.routes import serve_endpoints
+from prime_node.coordinator.api.routes import ENDPOINTS, serve_endpoints
 from prime_node.coordinator.api.statements import require_own_key
 from prime_node.coordinator.assembly import Coordinator, Parts, open_coordinator
 from prime_node.coordinator.peering import PeerHost
@@ -116,6 +116,7 @@ async def _hear_gateways(calls: ForwardedCalls, parts: Parts) -> None:
         address=address,
         secret=parts.gateway_secret,
         run=parts.run.digest,
+        body_bytes_max=max(each.body_bytes_max(parts.run.spec.limits) for each in ENDPOINTS),
         may_send=None if leadership is None else leadership.may_answer,
     )
     log.info("hearing gateways at %s:%d", address[0], port)

@@ -89,9 +89,13 @@ class GatewayListener(Protocol):
         address: tuple[str, int],
         secret: bytes,
         run: str,
+        body_bytes_max: int,
         may_send: Callable[[], bool] | None,
     ) -> int:
-        """Listen, and return the port. Only gateways that know the secret of this run are heard. Raises LocalError."""
+        """Listen, and return the port. Only gateways that know the secret of this run are heard, and no body that is longer.
+
+        Raises LocalError.
+        """
         ...
 
     async def stop(self) -> None:

@@ -33,6 +33,9 @@ from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
 
+GROUP_BYTES_MAX, TOKEN_BYTES_MAX = 2**12, 12
+"""Bytes of a lease's group of one completion, or of what precedes the groups; and of a token of its prompt."""
+
 Play = Callable[[Lease, Sample], Awaitable[list[list[Turn]]]]
 """Function like episodes.play_lease, bound to the run's environments."""
 
@@ -45,6 +48,9 @@ def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worke
     allows; (5) prompts are within the limits and the vocabulary, and of environments of the run.
     """
     payload = run.keys.verify(envelope, PayloadType.LEASE, Role.COORDINATOR)  # (1)
+    group_bytes_max = GROUP_BYTES_MAX + TOKEN_BYTES_MAX * run.spec.limits.prompt_tokens_max
+    if len(payload) > GROUP_BYTES_MAX + asked.rollouts_max * group_bytes_max:  # parsed, it takes many times its bytes
+        raise LimitExceeded("rollouts_max", len(payload), GROUP_BYTES_MAX + asked.rollouts_max * group_bytes_max)
     lease = parse_json(payload, Lease)
     if lease.run != run.digest or lease.worker != worker:  # (2)
         raise RemoteError(ErrorCode.LEASE_FOREIGN, f"lease {lease.lease_id[:12]} is for another worker or run")

@@ -5,6 +5,9 @@ computed from them. The cursor is written after the receipts that it covers, so 
 none; the last receipt of a bundle counts. At the start each line's signature is checked, and that the file is as long as the
 cursor says. A damaged file is put aside, its good lines are kept, and the coordinator is asked for all receipts again.
 
+A lease for which a bundle was signed is noted in answered.txt before the bundle is sent, and until its receipt is here: after a
+restart too, a coordinator that grants it again gets no second bundle, with which it could convict this worker.
+
 If a receipt contradicts the lease of its bundle, both are kept in contradiction-LEASE.jsonl, with the RunSpec and the key
 rings: the coordinator signed both, so one of them is false (SPEC.md, sections 9 and 21).
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -47,6 +51,7 @@ class Tally:
     refused: dict[str, int]
 
 
+_LEASE_ID = re.compile(rb"[0-9a-f]{64}")
 LEASES_KEPT = 64
 """Number of newest signed leases kept until the receipt of their bundle."""
 LEASES_BYTES_MAX = 4 * limits.WORK_BYTES_MAX
@@ -111,6 +116,7 @@ class ReceiptBook:
         self._file = folder / "receipts.jsonl"
         self._cursor_file = folder / "receipts.cursor"
         self._aside = folder / "receipts.damaged.jsonl"
+        self._answered_file = folder / "answered.txt"
         self.cursor = 0
         self._latest: dict[str, _Kept] = {}
         """Receipts by bundle, the most recently changed one last."""
@@ -123,6 +129,7 @@ class ReceiptBook:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             envelopes = self._read()
+            noted = read_or_begin(self._answered_file)
         except OSError as error:
             raise disk_fault(error, f"receipts {self._file}") from None
         for envelope in envelopes:
@@ -130,6 +137,7 @@ class ReceiptBook:
                 self._note(self._parsed(envelope.payload), envelope.digest)
             except RemoteError as error:
                 log.warning("receipts %s: skipping a line: %s", self._file, error)
+        self._restore_answered(noted)
 
     def note_lease(self, lease: Lease, envelope: Envelope) -> None:
         """Remember an accepted lease, to compare its receipt with it."""
@@ -140,14 +148,21 @@ class ReceiptBook:
             self._leases.popitem(last=False)
 
     def note_bundle(self, bundle: str, lease_id: str) -> None:
-        """Remember the lease of a signed bundle, so that its receipt is compared with that lease whatever lease it names."""
+        """Remember the lease of a signed bundle, so that its receipt is compared with that lease whatever lease it names.
+
+        The lease is on disk when it returns. Raises LocalError.
+        """
         self._answered.add(bytes.fromhex(lease_id))
+        try:
+            self._append([lease_id.encode()], to=self._answered_file)
+        except OSError as error:
+            raise disk_fault(error, f"answered leases {self._answered_file}") from None
         self._bundles[bundle] = lease_id
         if len(self._bundles) > LEASES_KEPT:
             self._bundles.popitem(last=False)
 
     def is_answered(self, lease_id: str) -> bool:
-        """Return whether a bundle was signed for a lease of this id, since the start or by a receipt."""
+        """Return whether a bundle was signed for a lease of this id."""
         return bytes.fromhex(lease_id) in self._answered
 
     def add(self, answer: ReceiptList, *, now_ms: int) -> None:
@@ -177,7 +192,7 @@ class ReceiptBook:
             for receipt, envelope in zip(receipts, envelopes, strict=True):
                 self._compare(receipt, envelope)
             known = {kept.digest for kept in (self._latest.get(receipt.bundle) for receipt in receipts) if kept}
-            self._append(envelope.to_bytes() for envelope in envelopes if envelope.digest not in known)
+            self._append((envelope.to_bytes() for envelope in envelopes if envelope.digest not in known), to=self._file)
             write_durably(self._cursor_file, _cursor_line(answer.next, self._file.stat().st_size))
         except OSError as error:
             raise disk_fault(error, f"receipts {self._file}") from None
@@ -202,6 +217,17 @@ class ReceiptBook:
                 break
             held += kept.status is BundleStatus.ACCEPTED
         return held
+
+    def _restore_answered(self, noted: bytes) -> None:
+        """Take the leases that were noted before the start. Drop damaged lines, and leases that a receipt names."""
+        leases = [bytes.fromhex(line.decode()) for line in noted.split() if _LEASE_ID.fullmatch(line)]
+        waiting = [lease for lease in leases if lease not in self._answered]
+        try:
+            if (kept := "".join(f"{lease.hex()}\n" for lease in waiting).encode()) != noted:
+                write_durably(self._answered_file, kept)
+        except OSError as error:
+            raise disk_fault(error, f"answered leases {self._answered_file}") from None
+        self._answered.update(waiting)
 
     def _compare(self, receipt: Receipt, signed: Envelope) -> None:
         known = self._leases.get(self._bundles.get(receipt.bundle, receipt.lease_id))
@@ -278,8 +304,8 @@ class ReceiptBook:
         write_durably(self._file, b"".join(envelope.to_bytes() + b"\n" for envelope in good))
         return good
 
-    def _append(self, lines: Iterable[bytes]) -> None:
-        descriptor = open_regular(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    def _append(self, lines: Iterable[bytes], *, to: Path) -> None:
+        descriptor = open_regular(to, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         with os.fdopen(descriptor, "ab") as file:
             for line in lines:
                 file.write(line + b"\n")

@@ -38,8 +38,8 @@ from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
 
-LEASE_PAUSE_S, LEASE_PAUSE_S_MAX = 5.0, 30.0
-"""Seconds to wait after a failed request for a lease; and the longest pause that a coordinator may ask for."""
+LEASE_PAUSE_S, LEASE_PAUSE_S_MIN, LEASE_PAUSE_S_MAX = 5.0, 0.1, 30.0
+"""Seconds to wait after a failed request for a lease; and the shortest and longest pause that a coordinator may ask for."""
 REHEARSAL_S_MAX = 10.0
 """Time limit of the rehearsal. Reaching it shows that the machine is slow, and gives a bound on its speed."""
 LOADS_MAX = 2
@@ -131,7 +131,7 @@ async def _next_lease(worker: Worker) -> Lease:
                 worker.activity.pace.asked(worker.clock.monotonic_s() - asked_s)
                 worker.activity.waiting_for = ""
                 return lease
-            reason, pause_s = reply.reason, min(reply.retry_after_s, LEASE_PAUSE_S_MAX)
+            reason, pause_s = reply.reason, min(max(reply.retry_after_s, LEASE_PAUSE_S_MIN), LEASE_PAUSE_S_MAX)
         except RemoteError as error:
             reason, pause_s = f"no lease: {error}", LEASE_PAUSE_S
         worker.activity.waiting_for = reason  # for the status line
@@ -139,8 +139,13 @@ async def _next_lease(worker: Worker) -> Lease:
 
 
 def _require_new(worker: Worker, lease: Lease) -> None:
-    """Raise RemoteError if the worker has or had a lease of this id: two bundles for one id would convict it of equivocation."""
+    """Raise RemoteError if the worker has or had a lease of this id: two bundles for one id would convict it of equivocation.
+
+    Raise it for one that is over too: a coordinator could send them without end, and each is dropped at once.
+    """
     name = lease.lease_id
+    if worker.seconds_left(lease) <= 0:
+        raise RemoteError(ErrorCode.EXPIRED, f"lease {name[:12]} is over already")
     if name in worker.activity.in_hand or name in worker.spool.lease_ids or worker.receipts.is_answered(name):
         raise RemoteError(ErrorCode.MALFORMED, f"lease {name[:12]} was granted before")
 
@@ -268,7 +273,8 @@ async def fulfil(worker: Worker, lease: Lease, begun: asyncio.Event) -> None:
         created_at_ms=worker.clock.now_ms(),
         lease_digest=in_hand.digest,
     )
-    worker.receipts.note_bundle(await asyncio.to_thread(digest_of, parcel), lease.lease_id)
+    bundle = await asyncio.to_thread(digest_of, parcel)
+    await asyncio.to_thread(worker.receipts.note_bundle, bundle, lease.lease_id)
     await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
     _close(worker, lease)
 

@@ -2,7 +2,8 @@
 
 A connection that has not proved the secret gives way to a newer one, first of the address that has the most: no stranger keeps
 gateways out by holding connections. A silent gateway loses its link. Its calls end by themselves, and their answers are dropped,
-as when a client leaves. Streams end with their link.
+as when a client leaves. Streams end with their link. The gateways of one address have a bounded number of links, calls and bytes:
+a stolen one cannot fill the writer's memory.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import partial
-from typing import Annotated, Literal
+from collections.abc import AsyncIterator, Callable
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
-
+from prime_node.adapters.link.call_heads import answer_head, call_of
 from prime_node.adapters.link.sealed_frames import (
+    HEAD_BYTES_MAX,
     LARGE_BYTES,
     MAGIC,
     NONCE_BYTES,
     PACKET_BYTES_MAX,
     PROOF_BYTES,
+    TOGETHER_BYTES_MAX,
     BrokenLink,
     FrameKind,
     FrameOpener,
@@ -34,10 +34,9 @@ from prime_node.adapters.link.sealed_frames import (
     is_proof,
     proof,
 )
-from prime_node.ports.writer_link import AnswerCall, ForwardedAnswer, ForwardedCall, HeldParcel
-from prime_protocol.digest import Digest
+from prime_node.ports.writer_link import AnswerCall, ForwardedAnswer
+from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
-from prime_protocol.identity import KeyId
 
 log = logging.getLogger(__name__)
 
@@ -56,10 +55,13 @@ AHEAD_BYTES_MAX = 2**22
 """A body of LARGE_BYTES waits until fewer bytes than these are unsent; short answers pass it."""
 PIECES_AHEAD = 2
 """Pieces of a stream that are sent before the gateway has asked for more."""
-ADDRESS_CHARS_MAX = 256
-_Signed = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
-_Parcel = Annotated[tuple[Digest, Annotated[int, Field(gt=0, le=PACKET_BYTES_MAX)], _Signed], Field(strict=False)]
-"""Digest, length and signature of the parcel that the gateway holds: an array in JSON, which the tuple's strictness refuses."""
+LINKS_EACH_MAX = 16
+"""Links from one address; a newer one takes the place of the oldest."""
+CALLS_EACH_MAX = 2 * limits.HTTP_CONNECTIONS_MAX
+"""Calls in progress from one address."""
+HELD_BYTES_MAX = limits.MEMBERS_BODY_BYTES_MAX
+"""Bytes of these calls, or two of the longest bodies if that is more."""
+BUSY_RETRY_S = 1.0
 
 
 class LinkServer:
@@ -70,6 +72,10 @@ class LinkServer:
         """Open connections, the oldest first, also those that have not proved the secret."""
         self.port = 0
         """Port on which it listens, once it does."""
+        self.body_bytes_max = PACKET_BYTES_MAX
+        """Longest body of a frame that a gateway of the run sends."""
+        self.num_calls, self.held_bytes = Counter[str](), Counter[str]()
+        """Calls in progress and their bytes, by the address of the gateway."""
         self._server: asyncio.Server | None = None
         self._said_s = -STRANGERS_LOG_S
 
@@ -80,10 +86,12 @@ class LinkServer:
         address: tuple[str, int],
         secret: bytes,
         run: str,
+        body_bytes_max: int,
         may_send: Callable[[], bool] | None,
     ) -> int:
         """Listen, and return the port. Raises LocalError."""
         host, port = address
+        self.body_bytes_max = body_bytes_max
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(self.link_factory(answer, secret, run, may_send), host, port)
@@ -115,6 +123,33 @@ class LinkServer:
             numbers = Counter(link.address for link in strangers)
             most = max(numbers.values())
             next(link for link in strangers if numbers[link.address] == most).cut("another connection took its place")
+
+    def prove(self, link: _Link) -> None:
+        """Take a link that has proved the secret. If its address has too many, end the oldest of them."""
+        proven = [one for one in self.links if one.is_proven and one.address == link.address]
+        for oldest in proven[:-LINKS_EACH_MAX]:
+            oldest.cut("newer links of its address took its place")
+
+    def hold(self, address: str, num_bytes: int, *, num_calls: int = 0) -> None:
+        """Count a call or its bytes. Raises RemoteError if the gateways of this address have too many."""
+        most = max(HELD_BYTES_MAX, 2 * self.body_bytes_max)
+        if (
+            self.num_calls[address] + num_calls > CALLS_EACH_MAX
+            or num_bytes > self.body_bytes_max
+            or self.held_bytes[address] + num_bytes > most
+        ):
+            raise RemoteError(
+                ErrorCode.UNAVAILABLE, "this gateway forwards too much at once", retry_after_s=BUSY_RETRY_S
+            )
+        self.num_calls[address] += num_calls
+        self.held_bytes[address] += num_bytes
+
+    def let_go(self, address: str, num_bytes: int) -> None:
+        """Uncount a call that has ended, and all of its bytes."""
+        for counted, number in ((self.num_calls, 1), (self.held_bytes, num_bytes)):
+            counted[address] -= number
+            if not counted[address]:
+                del counted[address]
 
     def may_log(self, link: _Link, now_s: float) -> bool:
         """Return whether the end of a connection is logged: each of a gateway, and a few of strangers."""
@@ -148,6 +183,8 @@ class _Link(asyncio.Protocol):
         self._streams: dict[int, asyncio.Task[None]] = {}
         """Calls whose answer is being streamed."""
         self._wanted: dict[int, asyncio.Future[bytes]] = {}
+        self._calls: dict[int, int] = {}
+        """Bytes of each call in progress."""
         self._turn, self._has_room = asyncio.Lock(), asyncio.Event()
         """Large bodies are sent one after another, while the transport has room."""
         self._has_room.set()
@@ -225,7 +262,10 @@ class _Link(asyncio.Protocol):
             raise BrokenLink("it does not know the secret of this run's gateways")
         self._write(proof(self._secret, "writer", nonces, self._run))
         self._sealer = FrameSealer(proof(self._secret, "from the writer", nonces, self._run))
-        self._opener = FrameOpener(proof(self._secret, "from the gateway", nonces, self._run))
+        longest = max(self._server.body_bytes_max, TOGETHER_BYTES_MAX) + HEAD_BYTES_MAX
+        key = proof(self._secret, "from the gateway", nonces, self._run)
+        self._opener = FrameOpener(key, packet_bytes_max=min(longest, PACKET_BYTES_MAX))
+        self._server.prove(self)
         assert self._timer is not None
         self._timer.cancel()
         self._look()
@@ -242,7 +282,15 @@ class _Link(asyncio.Protocol):
 
     def _take(self, frame: LinkFrame) -> None:
         match frame.kind:
+            case FrameKind.CALL if frame.call in self._calls:
+                raise BrokenLink("two calls of one number")
             case FrameKind.CALL:
+                try:
+                    self._server.hold(self.address, len(frame.body), num_calls=1)
+                except RemoteError as error:
+                    self._send(LinkFrame(FrameKind.FAULT, frame.call, fault_head(error)))
+                    return
+                self._calls[frame.call] = len(frame.body)
                 task = self._loop.create_task(self._handle(frame))
                 self._tasks.add(task)
             case FrameKind.MORE if frame.call in self._room:
@@ -250,12 +298,22 @@ class _Link(asyncio.Protocol):
             case FrameKind.STOP if frame.call in self._streams:
                 self._streams[frame.call].cancel()  # it may wait long for its next piece
             case FrameKind.GIVEN if frame.call in self._wanted and not self._wanted[frame.call].done():
-                if frame.head:
-                    self._wanted[frame.call].set_exception(fault_of(frame))
-                else:
-                    self._wanted[frame.call].set_result(frame.body)
+                self._take_given(frame, self._wanted[frame.call])
             case _:
                 pass
+
+    def _take_given(self, frame: LinkFrame, wanted: asyncio.Future[bytes]) -> None:
+        """Pass on the parcel of a call, or why there is none."""
+        if frame.head:
+            wanted.set_exception(fault_of(frame))
+            return
+        try:
+            self._server.hold(self.address, len(frame.body))
+        except RemoteError as error:
+            wanted.set_exception(error)
+            return
+        self._calls[frame.call] += len(frame.body)
+        wanted.set_result(frame.body)
 
     async def _handle(self, frame: LinkFrame) -> None:
         number, response = frame.call, None
@@ -272,6 +330,7 @@ class _Link(asyncio.Protocol):
         finally:
             self._room.pop(number, None)
             self._streams.pop(number, None)
+            self._server.let_go(self.address, self._calls.pop(number))
             if response is not None and response.after is not None:
                 response.after()
             self._tasks.discard(asyncio.current_task())
@@ -336,41 +395,3 @@ class _Link(asyncio.Protocol):
             self.cut("nothing may be sent to it")
             return
         self._transport.write(data)
-
-
-class CallHead(BaseModel):
-    """Head of a call's frame. What it holds becomes part of the run's state and of names: a stolen gateway sends anything."""
-
-    model_config = ConfigDict(strict=True)
-
-    path: str
-    address: str = Field(default="", max_length=ADDRESS_CHARS_MAX)
-    signer: Literal[""] | KeyId = ""
-    params: dict[str, str] = Field(default_factory=dict)  # pydantic makes deep copies of a default {}
-    query: dict[str, str] = Field(default_factory=dict)
-    headers: dict[str, str] = Field(default_factory=dict)
-    claimant: Literal[""] | KeyId = ""
-    parcel: _Parcel | None = None
-
-
-def call_of(frame: LinkFrame, want: Callable[[int], Awaitable[bytes]]) -> ForwardedCall:
-    """Return the call in a frame. `want` fetches the parcel of a call. Raises RemoteError(MALFORMED)."""
-    try:
-        head = vars(CallHead.model_validate(frame.head))
-    except ValidationError:
-        raise RemoteError(ErrorCode.MALFORMED, "a call of a gateway whose head is not valid") from None
-    if head["parcel"] is not None:
-        digest, num_bytes, signature = head["parcel"]
-        head["parcel"] = HeldParcel(digest, num_bytes, bytes.fromhex(signature), partial(want, frame.call))
-    return ForwardedCall(**head, body=frame.body)
-
-
-def answer_head(answer: ForwardedAnswer) -> dict[str, object]:
-    """Return the head of an answer's frame."""
-    response = answer.response
-    head: dict[str, object] = {"status": response.status, "type": response.content_type}
-    if response.headers:
-        head["headers"] = dict(response.headers)
-    if answer.is_vouched:
-        head["sender"] = None if answer.sender is None else [answer.sender.key, answer.sender.is_role]
-    return head

@@ -35,6 +35,10 @@ PACKET_BYTES_MAX = 2**31 + 2**24
 """A body that a gateway forwards whole is the longest. Gateways bound their bodies by the run's limits."""
 LARGE_BYTES = 2**16
 """Length from which a body is sent by itself."""
+TOGETHER_BYTES_MAX = 2**20
+"""Length of a packet of smaller frames."""
+HEAD_BYTES_MAX = 2**17
+"""Length of a frame's head: that of a request's header, and its characters may be escaped."""
 _FRAME = struct.Struct(">BQII")
 _BEFORE = 4 + LENGTH_CODE_BYTES
 _decoded = json.JSONDecoder().decode
@@ -95,25 +99,33 @@ class FrameSealer:
         self._key, self._number = key, 0
 
     def seal(self, *frames: LinkFrame) -> bytes:
-        """Return the bytes of frames that are sent together. Raises LocalError if they are too long."""
-        parts: list[bytes] = []
+        """Return the bytes of frames that are sent together. Raises LocalError if one is too long."""
+        packets, parts, num_bytes = list[bytes](), list[bytes](), 0
         for frame in frames:
             head = _encoded(frame.head) if frame.head else b""
+            length = _FRAME.size + len(head) + len(frame.body)
+            if parts and num_bytes + length > TOGETHER_BYTES_MAX:
+                packets += self._packet(b"".join(parts))
+                parts, num_bytes = [], 0
             parts += (_FRAME.pack(frame.kind, frame.call, len(head), len(frame.body)), head, frame.body)
-        inner = b"".join(parts)
+            num_bytes += length
+        return b"".join((*packets, *self._packet(b"".join(parts))))
+
+    def _packet(self, inner: bytes) -> tuple[bytes, ...]:
         if len(inner) > PACKET_BYTES_MAX:
             raise LocalError(f"{len(inner)} bytes are too long for the link of a gateway")
         length = (CODE_BYTES + len(inner)).to_bytes(4, "big")
         codes = (_length_code(self._key, self._number, length), _code(self._key, self._number, inner))
         self._number += 1
-        return b"".join((length, *codes, inner))
+        return length, *codes, inner
 
 
 class FrameOpener:
     """The frames of one direction, as they are received."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, *, packet_bytes_max: int = PACKET_BYTES_MAX) -> None:
         self._key, self._number, self._held = key, 0, bytearray()
+        self._packet_bytes_max = packet_bytes_max
         self._length = 0
         """Length of the packet that is arriving, once it is known."""
 
@@ -134,7 +146,7 @@ class FrameOpener:
         if not hmac.compare_digest(data[4:], _length_code(self._key, self._number, data[:4])):
             raise BrokenLink("a packet whose length has a wrong code")
         length = int.from_bytes(data[:4], "big")
-        if not CODE_BYTES + _FRAME.size <= length <= CODE_BYTES + PACKET_BYTES_MAX:
+        if not CODE_BYTES + _FRAME.size <= length <= CODE_BYTES + self._packet_bytes_max:
             raise BrokenLink("a packet of an impossible length")
         return length
 

@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import aiohttp
 
@@ -30,6 +30,8 @@ READ_BYTES = 2**19
 """Bytes read ahead on one connection; with the default of 64 KiB a fast line waits for the loop."""
 MOVED_S_MIN = 0.01
 """Seconds after a recorded movement within which further ones count with it."""
+INTERIM_ANSWERS_MAX = 8
+"""Answers of status 1xx before the answer to a request. Nothing here asks for any, and each costs more time than its bytes."""
 _PIECE_BYTES = 2**16
 
 Reply = TypeVar("Reply", bound=WireModel)
@@ -37,6 +39,27 @@ Reply = TypeVar("Reply", bound=WireModel)
 
 class ExplainedRefusal(RemoteError):
     """A RemoteError that the server itself explained with an ErrorBody."""
+
+
+class _Answer(aiohttp.ClientResponse):
+    """An answer; too many interim ones before it end the connection: a server could send them faster than they are read."""
+
+    async def start(self, connection: Any) -> aiohttp.ClientResponse:
+        """Read the head of the answer. Raises ValueError after INTERIM_ANSWERS_MAX."""
+        protocol, read, left = connection.protocol, connection.protocol.read, INTERIM_ANSWERS_MAX + 1
+
+        async def read_few() -> Any:
+            nonlocal left
+            if left == 0:
+                raise ValueError("it sends interim answers without end")
+            left -= 1
+            return await read()
+
+        protocol.read = read_few
+        try:
+            return await super().start(connection)
+        finally:
+            del protocol.read
 
 
 class Patience:
@@ -87,6 +110,7 @@ def new_session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
     """Return a session without cookies and decompression; it limits only the time to connect."""
     return aiohttp.ClientSession(
         connector=connector,
+        response_class=_Answer,
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -55,6 +56,8 @@ from prime_protocol.rollout import RolloutHeader
 
 log = logging.getLogger(__name__)
 
+_TAG = re.compile(r'(W/)?"[!#-~]{1,100}"')
+"""Tag of a head. It is sent back, also to the run's other addresses: one that a server refuses would hide each later head."""
 WHOLE_S = 600.0
 """Time for which bundles are sent to the coordinator itself after a direct upload has failed."""
 
@@ -81,8 +84,8 @@ class HttpClient(HttpExchange):
         if status == 304 and self._head:
             return self._head[1]
         envelope = open_envelope(body)
-        tag = headers.get("ETag")
-        self._head = (tag, envelope) if tag else None
+        tag = headers.get("ETag", "")
+        self._head = (tag, envelope) if _TAG.fullmatch(tag) else None
         return envelope
 
     async def manifest(self, policy_version: int) -> Envelope:

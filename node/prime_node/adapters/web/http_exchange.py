@@ -40,7 +40,7 @@ from prime_protocol import limits
 from prime_protocol.body_claim import CLAIM_HEADER, REQUEST_HEADER, claim_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envelope, seal
-from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.limits import Limits
 from prime_protocol.replies import (
@@ -143,7 +143,11 @@ class HttpExchange:
 
     async def _ask_for_envelope(self, request: Request, *, wait_s: float) -> Envelope | NotYet:
         status, body = await self._ask(request, wait_s=wait_s, bytes_max=limits.WORK_BYTES_MAX)
-        return sensible(body, NotYet) if status == 202 else sensible_envelope(body)
+        if status != 202:
+            return sensible_envelope(body)
+        if len(body) > limits.ERROR_BODY_BYTES_MAX:
+            raise nonsense(LimitExceeded("ERROR_BODY_BYTES_MAX", len(body), limits.ERROR_BODY_BYTES_MAX))
+        return sensible(body, NotYet)
 
     async def _ask(
         self, request: Request, *, wait_s: float = 0.0, bytes_max: int = ANSWER_BYTES_MAX

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 
 import aiohttp
 
-from prime_node.adapters.web.http_answers import CONNECT_S_MAX, Patience, error_of, explained, read_bounded, reason_of
+from prime_node.adapters.web.http_answers import Patience, error_of, explained, reason_of
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.adapters.web.http_ranges import RangeClient
 from prime_node.ports.clock import Clock
@@ -134,31 +134,21 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 class HttpDialBack:
-    """Implementation of ports.swarm.DialBack."""
+    """Implementation of ports.swarm.DialBack. A stranger's server answers, so it reads a plain answer of bounded size alone."""
 
     def __init__(self, run: str) -> None:
         self._run = run
 
     async def answers(self, address: str, peer: KeyId) -> bool:
         """Return whether the peer's key answers at an address."""
-        nonce = secrets.token_hex(16)
-        timeout = aiohttp.ClientTimeout(
-            total=limits.DIAL_BACK_S_MAX, sock_connect=min(CONNECT_S_MAX, limits.DIAL_BACK_S_MAX)
-        )
-        with contextlib.suppress(aiohttp.ClientError, RemoteError, OSError, TimeoutError, ValueError):
-            async with (
-                aiohttp.ClientSession(
-                    timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), auto_decompress=False
-                ) as session,
-                session.get(f"{address}/v1/identity", headers={"Prime-Nonce": nonce}, allow_redirects=False) as answer,
-                Patience(limits.DIAL_BACK_S_MAX, wait_s=0.0) as patience,
-            ):
-                if answer.status != 200:
-                    return False
-                body = await read_bounded(answer, patience, bytes_max=limits.PEER_TICKET_BYTES_MAX)
-                check_answer(body, peer, self._run, nonce)
+        nonce, asked = secrets.token_hex(16), RangeClient(address, stall_s=limits.DIAL_BACK_S_MAX, connections_max=1)
+        with contextlib.closing(asked), contextlib.suppress(RemoteError, Unreachable, TimeoutError):
+            async with asyncio.timeout(limits.DIAL_BACK_S_MAX):
+                answer = await asked.get("/v1/identity", {"Prime-Nonce": nonce}, bytes_max=limits.PEER_TICKET_BYTES_MAX)
+            if answer.status == 200:
+                check_answer(answer.body, peer, self._run, nonce)
                 return True
         return False
 
     async def close(self) -> None:
-        """Do nothing: each dial-back has a session of its own."""
+        """Do nothing: each dial-back has a connection of its own."""

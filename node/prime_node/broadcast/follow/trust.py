@@ -326,7 +326,7 @@ class Trust:
             folder.mkdir(exist_ok=True)
             for data in evidence:
                 path = place(folder, f"{kind}-{digest_of(data)[:16]}.json")
-                if not path.exists() and len(list(folder.iterdir())) < EVIDENCE_FILES_MAX:
+                if not path.exists() and len(list(folder.glob(f"{kind}-*"))) < EVIDENCE_FILES_MAX:
                     write_durably(path, data)
                     log.error("the %s contradicts itself (%s); evidence in %s", signer, error.detail, path)
         except OSError as failed:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 LIST_S_MAX = 10.0
 """Seconds that a peer has to send its list of peers."""
+LIST_AGE_S_MAX = 24 * 3_600.0
+"""Age of a list that counts if a peer shows it: as long as a ticket lasts."""
 
 ASK_S_MIN, ASK_S_MAX = 0.5, 30.0
 """Seconds between two requests to the coordinator: short while there are changes, then doubling.
@@ -180,10 +183,19 @@ class Directory:
         is_for_asker = all(end is not None and may_be_named(end.host, between=(asker,)) for end in ends)
         return text if is_for_asker else None
 
-    def take_in(self, text: str) -> None:
-        """Take in a list that any peer shows. Raises RemoteError if the run's coordinator did not sign it."""
+    def take_in(self, text: str, *, age_s_max: float = math.inf) -> None:
+        """Take in a list that any peer shows. Raises RemoteError if the run's coordinator did not sign it, or too long ago.
+
+        One that is older than the newest known list changes nothing that is known: peers could show machines that moved, or
+        addresses that are others' now.
+        """
         listed = open_peer_list(text, self._run)
+        if self._clock.now_ms() - listed.issued_at_ms > age_s_max * 1_000:
+            raise RemoteError(ErrorCode.EXPIRED, "the list of peers is too old")
+        is_older = self._list is not None and listed.issued_at_ms < self._list[1].issued_at_ms
         for offered in listed.peers:
+            if is_older and offered.peer in self.records:
+                continue
             urls, addresses = (tuple(filter(self.may_dial, every)) for every in (offered.urls, offered.addresses))
             if offered.peer != self.me and (urls or addresses):
                 self.records.pop(offered.peer, None)
@@ -226,7 +238,7 @@ class Directory:
             try:
                 async with asyncio.timeout(LIST_S_MAX):
                     text = await link.peers()
-                self.take_in(text)
+                self.take_in(text, age_s_max=LIST_AGE_S_MAX)
             except (RemoteError, Unreachable, TimeoutError) as error:
                 if not (isinstance(error, RemoteError) and error.code is ErrorCode.MALFORMED):
                     log.info("a peer sent no list of peers: %s", error)

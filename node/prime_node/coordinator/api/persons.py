@@ -4,7 +4,7 @@ The checks of a join, in their order:
 
     (1) a key is a person or a machine, never both                                    WRONG_ROLE
     (2) a known machine stays with its person                                         WRONG_ROLE
-    (3) the delegation is by the person's key, for this machine, this run and now     open_delegation
+    (3) the delegation is by the person's key, for this machine, this run and now     open_delegation; NOT_INVITED if expired
     (4) the person has not revoked the machine's key, for which no date matters       REVOKED
     (5) the person is not banned                                                      BANNED
     (6) of a new machine: no other one of the person is banned                        NOT_INVITED
@@ -21,7 +21,7 @@ from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state.person_events import MachineRevoked
 from prime_node.coordinator.state.persons import machines_of
 from prime_node.ports.clock import Clock
-from prime_protocol.delegation import Delegation, open_delegation
+from prime_protocol.delegation import Delegation, open_delegation, read_delegation
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import RevokeRequest
 from prime_protocol.run_spec import PinnedRun
@@ -53,7 +53,12 @@ class PersonRules:
                     ErrorCode.WRONG_ROLE, f"this key takes part as a machine of {person}: join with its delegation"
                 )
             return None
-        delegation = open_delegation(text, signer, self.run.digest, now_ms=self.clock.now_ms())  # (3)
+        try:
+            delegation = open_delegation(text, signer, self.run.digest, now_ms=self.clock.now_ms())  # (3)
+        except RemoteError as error:
+            if error.code is not ErrorCode.EXPIRED or read_delegation(text)[0].expires_at_ms > self.clock.now_ms():
+                raise
+            raise RemoteError(ErrorCode.NOT_INVITED, error.detail) from None  # EXPIRED is for clocks: callers ask again
         if delegation.person in state.workers:  # (1)
             raise RemoteError(
                 ErrorCode.WRONG_ROLE, f"{delegation.person} takes part itself: it cannot be a person's key"
