@@ -345,6 +345,10 @@ CLAIMED_TOKENS_PER_S_MAX = 10**9
 """Generation speed that a worker may claim."""
 CLAIMED_BYTES_PER_S_MAX = 10**12
 """Download speed that a worker may claim."""
+CLAIMED_BYTES_MAX = 2**50
+"""Traffic that a worker may claim."""
+CLAIMED_LINKS_MAX = 256
+"""Links to peers that a worker may claim."""
 BUNDLES_SPOOLED_MAX = 10**6
 """Bundles that a worker may claim to hold on its disk."""
 COUNT_MAX = 2**53

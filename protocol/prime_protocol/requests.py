@@ -25,7 +25,7 @@ from prime_protocol.invite import InviteText
 from prime_protocol.parcel import ParcelHeader
 from prime_protocol.peers import Multiaddr
 from prime_protocol.rollout import EngineInfo
-from prime_protocol.telemetry import Hardware, HeldOutFigures, Speed
+from prime_protocol.telemetry import DownloadReport, Hardware, HeldOutFigures, Speed
 from prime_protocol.verdict import Verdict
 
 
@@ -114,6 +114,8 @@ class HeartbeatRequest(WireModel):
     session: Session = Field(default="", exclude_if=_is_default)
     holding: tuple[Digest, ...] | None = Field(default=None, max_length=1_024, exclude_if=_is_unknown)
     """Leases that it works on, from a worker that understands `HeartbeatReply.cancelled`."""
+    downloads: DownloadReport | None = Field(default=None, exclude_if=_is_unknown)
+    """What it receives of checkpoints, for the run's page; None: nothing to report."""
 
 
 class LeaseRequest(WireModel):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from prime_protocol import limits
 from prime_protocol.assignment import Name, Step
 from prime_protocol.envelope import WireModel
+
+ClaimedBytes = Annotated[int, Field(ge=0, le=limits.CLAIMED_BYTES_MAX)]
 
 
 class Hardware(WireModel):
@@ -30,6 +34,24 @@ class Speed(WireModel):
     tokens_per_s: int = Field(ge=0, le=limits.CLAIMED_TOKENS_PER_S_MAX)
     download_bytes_per_s: int = Field(ge=0, le=limits.CLAIMED_BYTES_PER_S_MAX)
     """Download speed of its first policy; 0 if it had that already."""
+
+
+class DownloadReport(WireModel):
+    """Bytes of checkpoints that a worker has received since its start, and the download that is in progress.
+
+    Example: DownloadReport(peer_bytes=90_000_000, operator_bytes=4_000_000, links=6, done_bytes=1_200_000, all_bytes=4_100_000).
+    """
+
+    peer_bytes: ClaimedBytes
+    """From other contributors."""
+    operator_bytes: ClaimedBytes
+    """From the coordinator, the trainer and mirrors."""
+    links: int = Field(ge=0, le=limits.CLAIMED_LINKS_MAX)
+    """Peers that it is linked to."""
+    done_bytes: ClaimedBytes = 0
+    """Verified bytes of the download in progress."""
+    all_bytes: ClaimedBytes = 0
+    """Size of the download in progress; 0 if there is none."""
 
 
 class Interval(WireModel):

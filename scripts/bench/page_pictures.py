@@ -1,30 +1,26 @@
-"""Pictures of each view of the coordinator's page at three sizes, for docs/page/, with the invented run of page_server.py.
+"""Pictures of the coordinator's, the operator's and a worker's pages at three sizes, for docs/page/, from a run that works now.
 
-    python scripts/bench/page_pictures.py [docs/page] [--operator]
+    prime-node up runs/demo --config configs/demo.toml
+    python scripts/bench/page_pictures.py runs/demo --worker runs/demo/worker-1 [docs/page]
 
-`--operator` takes the operator's page alone.
-
-It needs Chromium. Colours are reduced until a picture has at most 60 kB.
+The second command needs the first one to run. `--worker` is the folder of a worker on this machine. It needs Chromium. Colours
+are reduced until a picture has at most 60 kB.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
-import contextlib
 import io
+import json
 import re
 import sys
-import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from page_server import PageServer, page_server
 from PIL import Image
-from tests.chromium_world import MISSING, Browser, chromium_program, running_chromium
-from tests.node.coordinator_world import COORDINATOR
-from tests.node.operator_world import write_key
+from tests.chromium_world import MISSING, Browser, Tab, chromium_program, running_chromium
 from tests.page_world import VIEWS
 
 from prime_node.cli.operate_page.serving import serve_page
@@ -36,8 +32,9 @@ SIZES = ((1280, 800, False), (1920, 1080, True), (390, 844, False))
 """Width, height, and whether the colours are dark."""
 HEIGHT_MAX = 1_500
 """Height of the pictures of a phone, on which a view is long."""
-NUM_WORKERS = 400
-READY = {"workers": "document.querySelectorAll('.win .wrow:not([hidden])').length > 5"}
+SETTLE_S = 1.5
+"""Seconds for the page's first events and charts."""
+ROWS = {"workers": "document.querySelectorAll('.win .wrow:not([hidden])').length"}
 
 
 def small(picture: bytes) -> bytes:
@@ -54,63 +51,66 @@ def small(picture: bytes) -> bytes:
         image = image.resize((image.width * 4 // 5, image.height * 4 // 5), Image.Resampling.LANCZOS)
 
 
-async def take_operator(server: PageServer, browser: Browser, folder: Path) -> None:
-    """Take the operator's page, with an invitation that was just made."""
-    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):  # so that the page shows a short path
-        run_dir = RunDir(Path("runs") / "sums")
-        write_key(run_dir.key("coordinator"), COORDINATOR)
-        run_dir.run_spec.write_bytes(server.run_spec)
-        run_dir.join_link_file.write_text(f"{server.url}/#{server.digest}\n")
-        for width, height, dark in SIZES:
-            stop, lines = asyncio.Event(), asyncio.Queue[str]()
-            serving = asyncio.create_task(
-                serve_page(Operator.of(run_dir.path), stop, port=0, socket=None, shown=lines.put_nowait)
-            )
-            async with browser.tab(width=width, height=height, dark=dark) as tab:
-                await tab.go(re.findall(r"http://\S+", await lines.get())[0])
-                await tab.until("document.querySelectorAll('#o-workers, tbody tr').length > 5")
-                await tab.evaluate("document.querySelector('#i-days').form.requestSubmit()")
-                await tab.until("document.querySelector('.qr')")
-                path = folder / f"operate-{width}.png"
-                path.write_bytes(small(await tab.picture(tall=HEIGHT_MAX if width < 1000 else None)))
-                print(path, path.stat().st_size, tab.errors)
-            stop.set()
-            await serving
+async def store(tab: Tab, path: Path, *, tall: int | None = None) -> None:
+    picture = small(await tab.picture(tall=tall))
+    await asyncio.to_thread(path.write_bytes, picture)
+    print(path, len(picture), *tab.errors)
 
 
-async def take(server: PageServer, browser: Browser, folder: Path) -> None:
+async def take(run_dir: RunDir, browser: Browser, folder: Path, worker: Path) -> None:
+    """Take all pages at all sizes."""
+    url = run_dir.join_link().url
     for width, height, dark in SIZES:
+        tall = HEIGHT_MAX if width < 1000 else None
         for view in VIEWS:
             async with browser.tab(width=width, height=height, dark=dark) as tab:
-                await tab.go(server.url + ("/" if view == "run" else f"/?view={view}"))
-                await tab.until(READY.get(view, "document.querySelector('main .card')"))
-                await asyncio.sleep(1.5)
-                path = folder / f"{view}-{width}.png"
-                path.write_bytes(
-                    small(await tab.picture(tall=HEIGHT_MAX if width < 1000 and view != "workers" else None))
-                )
-                print(path, path.stat().st_size)
+                await tab.go(url + ("/" if view == "run" else f"/?view={view}"))
+                await tab.until(ROWS.get(view, "document.querySelector('main .card')"))
+                await asyncio.sleep(SETTLE_S)
+                await store(tab, folder / f"{view}-{width}.png", tall=None if view == "workers" else tall)
+        async with browser.tab(width=width, height=height, dark=dark) as tab:
+            page = json.loads((worker / "page.json").read_text())
+            await tab.go(f"{page['address']}#{page['key']}")  # each key opens the page once
+            await tab.until("document.querySelector('#c-about')")
+            await asyncio.sleep(SETTLE_S)
+            await store(tab, folder / f"node-{width}.png", tall=tall)
+            if width == SIZES[0][0]:
+                await tab.evaluate("document.querySelector('#c-verdicts').closest('.card').scrollIntoView()")
+                await store(tab, folder / f"node-machines-{width}.png")
+        async with browser.tab(width=width, height=height, dark=dark) as tab:
+            await take_operator(run_dir, tab, folder / f"operate-{width}.png", tall)
+
+
+async def take_operator(run_dir: RunDir, tab: Tab, path: Path, tall: int | None) -> None:
+    """Take the operator's page, with an invitation that was just made."""
+    stop, lines = asyncio.Event(), asyncio.Queue[str]()
+    serving = asyncio.create_task(
+        serve_page(Operator.of(run_dir.path), stop, port=0, socket=None, shown=lines.put_nowait)
+    )
+    await tab.go(re.findall(r"http://\S+", await lines.get())[0])
+    await tab.until("document.querySelector('#o-workers, tbody tr')")
+    await tab.evaluate("document.querySelector('#i-days').form.requestSubmit()")
+    await tab.until("document.querySelector('.qr')")
+    await store(tab, path, tall=tall)
+    stop.set()
+    await serving
+
+
+async def run(options: argparse.Namespace, program: str) -> None:
+    run_dir = RunDir(options.run)
+    async with running_chromium(program) as browser:
+        await take(run_dir, browser, options.folder.resolve(), options.worker)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("docs/page"))
+    parser.add_argument("--worker", type=Path, required=True, help="folder of the worker whose page is shown")
     program = chromium_program()
     if program is None:
         sys.exit(MISSING)
-    places = [argument for argument in sys.argv[1:] if argument != "--operator"]
-    folder = Path(places[0]) if places else Path(__file__).resolve().parents[2] / "docs" / "page"
-    folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    with page_server(NUM_WORKERS, hostile=False) as server:
-        server.ask("changes")
-
-        async def run() -> None:
-            async with running_chromium(program) as browser:
-                await asyncio.sleep(6.0)  # something happens in the newest seconds
-                if "--operator" not in sys.argv:
-                    await take(server, browser, folder)
-                await take_operator(server, browser, folder)
-
-        asyncio.run(run())
+    asyncio.run(run(parser.parse_args(), program))
 
 
 if __name__ == "__main__":

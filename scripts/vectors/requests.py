@@ -26,7 +26,7 @@ from prime_protocol.requests import (
     UploadUrlRequest,
     WorkerState,
 )
-from prime_protocol.telemetry import Hardware, HeldOutFigures, Interval
+from prime_protocol.telemetry import DownloadReport, Hardware, HeldOutFigures, Interval
 from prime_protocol.verdict import RejectReason, Verdict
 from vectors.folder import COORDINATOR, STRANGER, TRAINER, VALIDATOR, WORKER
 from vectors.runs import ENGINE
@@ -78,6 +78,18 @@ def requests() -> Iterator[tuple[str, Request, SigningKey]]:
             bundles_spooled=0,
             session=SESSION,
             holding=(LEASE, "9" * 64),
+        ),
+        WORKER,
+    )
+    yield (
+        "heartbeat with downloads",
+        HeartbeatRequest(
+            state=WorkerState.FETCHING,
+            policy_version=7,
+            bundles_spooled=0,
+            downloads=DownloadReport(
+                peer_bytes=90_000_000, operator_bytes=4_000_000, links=6, done_bytes=1_200_000, all_bytes=4_100_000
+            ),
         ),
         WORKER,
     )

@@ -12,12 +12,23 @@ from urllib.parse import quote
 import pytest
 from tests.axe_world import RUN, axe_source
 from tests.chromium_world import MISSING, Browser, BrowserError, Tab, chromium_program, running_chromium
-from tests.node.coordinator_world import ANNA, BEN, ENGINE, ROOT, TRAINER, World, make_run, memory_parts, running
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    ENGINE,
+    HEARTBEAT,
+    ROOT,
+    TRAINER,
+    World,
+    make_run,
+    memory_parts,
+    running,
+)
 from tests.page_world import HOSTILE, VIEWS, recorded_history
 
 from prime_protocol.identity import SigningKey
 from prime_protocol.requests import AdminRequest, BatchRequest, JoinRequest
-from prime_protocol.telemetry import HeldOutFigures, Interval
+from prime_protocol.telemetry import DownloadReport, HeldOutFigures, Interval
 
 PROGRAM = chromium_program()
 pytestmark = [
@@ -44,6 +55,11 @@ class Page:
         """Check that nothing went wrong in a page, and that it asked only its own coordinator."""
         assert tab.errors == []
         assert [url for url in tab.requested if not url.startswith((self.world.url, "data:"))] == []
+
+
+FETCHING = HEARTBEAT.model_copy(
+    update={"downloads": DownloadReport(peer_bytes=75, operator_bytes=25, links=3, done_bytes=30, all_bytes=100)}
+)
 
 
 @pytest.fixture
@@ -142,6 +158,7 @@ async def test_a_script_that_got_into_the_page_makes_no_markup_no_code_and_no_re
 async def test_every_view_is_accessible_and_fits_a_small_screen(page: Page) -> None:
     axe = await asyncio.to_thread(axe_source)
     await page.world.client(ROOT).admin(AdminRequest(action="ban", worker=BEN.key_id, reason="other weights"))
+    await page.world.client(ANNA).heartbeat(FETCHING)
     for dark in (False, True):
         async with page.browser.tab(width=360, height=740, dark=dark, bypass_policy=True) as tab:
             for view in VIEWS:
@@ -152,6 +169,23 @@ async def test_every_view_is_accessible_and_fits_a_small_screen(page: Page) -> N
                 assert (view, await tab.evaluate(RUN)) == (view, [])
                 assert (view, await tab.evaluate(OVERFLOW)) == (view, 0)
             page.assert_undisturbed(tab)
+
+
+async def test_the_swarm_shows_downloads_in_progress_and_the_share_of_the_operators_machines(page: Page) -> None:
+    async with page.browser.tab() as tab:
+        await tab.go(page.address("swarm"))
+        await tab.until(
+            "document.querySelector('#c-came')?.closest('.card').textContent.includes('Nothing is reported yet')"
+        )
+        await page.world.client(ANNA).heartbeat(FETCHING)
+        shown = await tab.until(
+            "document.querySelector('#c-fetching').closest('.card').querySelector('dl')?.textContent"
+        )
+        assert shown == f"node {ANNA.key_id[-4:]}30 %"
+        assert "the operator's machines\n25.0 %" in await tab.evaluate(
+            "document.querySelector('#c-came').closest('.card').innerText"
+        )
+        page.assert_undisturbed(tab)
 
 
 async def test_a_link_to_another_run_warns(page: Page) -> None:

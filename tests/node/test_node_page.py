@@ -298,6 +298,7 @@ async def test_bandwidth_follows_the_limits_at_once_and_the_settings_without_the
         await world.publish()
         await follower.wait_newer(-1)
         found = links_of(follower, peer)
-        assert found.down_bytes > 0
+        assert found.down_bytes > found.peer_bytes == 0, "all came from the trainer or the coordinator"
+        assert (found.done_bytes, found.all_bytes) == (0, 0), "no download is in progress"
         assert (found.peers, found.text) == (peer.num_linked, peer.describe())
         assert links_of(follower, None).down_bytes == found.down_bytes

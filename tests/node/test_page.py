@@ -16,6 +16,7 @@ import aiohttp
 import pytest
 from tests.node.coordinator_world import (
     ANNA,
+    BEN,
     HEARTBEAT,
     ROOT,
     TRAINER,
@@ -34,10 +35,11 @@ from prime_node.coordinator.page.live_feed import TICK_S, VIEWERS_EACH_MAX
 from prime_node.coordinator.page.roster import Roster
 from prime_node.coordinator.state import events as ev
 from prime_node.pages.assets import page_files
+from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope
 from prime_protocol.requests import AdminRequest, BatchRequest
-from prime_protocol.telemetry import HeldOutFigures, Interval
+from prime_protocol.telemetry import DownloadReport, HeldOutFigures, Interval
 
 
 @pytest.fixture
@@ -156,6 +158,29 @@ async def test_the_ledger_and_the_swarm_are_shown_as_far_as_the_coordinator_know
     assert now["swarm"] == {"announced": 0, "listed": 0, "guests": 0, "linked": 0}
     whole, *_ = now["routes"]
     assert whole == [None, now["bytes_published"] // 2]
+
+
+async def test_downloads_are_shown_as_workers_report_them_and_a_lie_moves_the_means_by_one_workers_part(
+    world: World,
+) -> None:
+    async def downloads(**reports: tuple[int, int, int, int, int]) -> dict[str, Any]:
+        for name, (peers, operators, links, done, whole) in reports.items():
+            claim = DownloadReport(
+                peer_bytes=peers, operator_bytes=operators, links=links, done_bytes=done, all_bytes=whole
+            )
+            beat = HEARTBEAT.model_copy(update={"downloads": claim})
+            await world.client({"anna": ANNA, "ben": BEN}[name]).heartbeat(beat)
+        found: dict[str, Any] = (await read_json(world, "/v1/history"))["now"]["downloads"]
+        return found
+
+    await world.join(ANNA, BEN)
+    nothing = {"workers": 0, "links": 0.0, "operator_share": 0.0, "fetching": 0, "shown": []}
+    assert await downloads() == nothing
+    found = await downloads(anna=(900, 100, 4, 0, 0), ben=(500, 500, 2, 30, 100))
+    assert (found["workers"], found["links"], found["operator_share"]) == (2, 3.0, 0.3)
+    assert (found["fetching"], found["shown"]) == (1, [[f"node {BEN.key_id[-4:]}", 30, 100]])
+    found = await downloads(ben=(0, limits.CLAIMED_BYTES_MAX, 2, 100, 100))
+    assert (found["operator_share"], found["fetching"]) == (0.55, 0)
 
 
 async def test_events_are_numbered_and_asked_for_from_a_number_on(world: World) -> None:

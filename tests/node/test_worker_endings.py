@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +17,7 @@ from tests.time_world import until
 from prime_node.patience import Stop
 from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.loop import run_worker
+from prime_node.worker.reporting import status_of
 from prime_node.worker.worker import Ending
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -207,3 +209,15 @@ async def test_stopping_before_the_coordinator_has_answered_ends_at_once(tmp_pat
     world.stop.set()
     assert await task is Ending.STOPPED
     assert world.coordinator.joined == 0
+
+
+def test_a_log_gets_a_line_when_the_situation_changes_and_each_minute(tmp_path: Path) -> None:
+    """Before, a service's journal got a line every five seconds."""
+    world = WorkerWorld(tmp_path)
+    worker, lines = world.worker(), list[int]()
+    idle, waiting = status_of(worker), dataclasses.replace(status_of(worker), waiting_for="no work left")
+    for status in (*[idle] * 20, *[waiting] * 2, dataclasses.replace(waiting, head=7)):
+        world.clock.seconds += 5.0
+        worker.show(status)
+        lines.append(len(world.said))
+    assert lines == [*[1] * 12, *[2] * 8, 3, 3, 3]

@@ -74,6 +74,7 @@ FROZEN = {
     "v1.18": "98cc6aa29b7addbb087a10797add9a36b77ed7968ccbff4c975852675c2a537a",
     "v1.19": "1d5fffabb40b07c14d378a0ea11ec18a0d83634751d4e95c77adb67a72381deb",
     "v1.20": "0dbf500b7c234a2bcdd556b09a6be11fc06c5ff7d56d5aed1ef6ea4091daf116",
+    "v1.21": "37278f21b5712be6e2db00446f1211e879ac7ba240fd3d4d747a33786ee843ea",
 }
 """Folder -> digest of its files. An entry never changes; a new folder adds one."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from tests.node.coordinator_world import ANNA, HEARTBEAT, VALIDATOR, World, make_parcel, make_run, memory_parts, running
@@ -57,6 +58,20 @@ def test_strangers_are_refused_first_then_heartbeats_then_work_and_each_gets_thr
     for _ in range(5_000):
         shedding.note(0.0)
     assert set(refused_shares(shedding).values()) == {0.0}
+
+
+async def test_a_visitor_of_an_overloaded_coordinator_gets_the_whole_page_and_a_flood_of_its_files_is_refused() -> None:
+    """Before, a visitor got a document without its style or scripts, or the text of an error."""
+    async with running(memory_parts(make_run(), lag_ms_max=1_000 * LAG_S_MAX)) as world:
+        overload(world, 2.0)
+        status, document, _ = await world.get("/?view=ledger")
+        files = re.findall(r"/page/[0-9a-z.-]+", document.decode())
+        assert len(files) > 1
+        found = [status, *[(await world.get(path))[0] for path in files]]
+        assert set(found) == {200}
+        flood = [(await world.get(files[0]))[0] for _ in range(400)]
+        assert flood.count(503) > 100
+        assert (await world.get("/v1/history"))[0] == 503
 
 
 def test_one_long_pause_is_no_overload() -> None:

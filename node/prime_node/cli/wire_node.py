@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,11 +60,18 @@ def links_of(follower: Follower, peer: Peer | None) -> Traffic:
     """Return the present state of the links to peers, and what they have moved."""
     from prime_node.worker.status import Traffic
 
-    down_bytes = sum(follower.received.values())
+    received, keys, now = follower.received, follower.run.keys.current, follower.download
+    operators = {*keys.coordinator, *keys.trainer}
+    traffic = Traffic(
+        down_bytes=sum(received.values()),
+        peer_bytes=sum(received[name] for name in received if name not in operators and "://" not in name),
+        done_bytes=0 if now is None else now.bytes_done,
+        all_bytes=0 if now is None else now.bytes_total,
+    )
     if peer is None:
-        return Traffic(down_bytes=down_bytes)
+        return traffic
     up_bytes = peer.service.uplink.served_bytes
-    return Traffic(peers=peer.num_linked, down_bytes=down_bytes, up_bytes=up_bytes, text=peer.describe())
+    return changed(traffic, peers=peer.num_linked, up_bytes=up_bytes, text=peer.describe())
 
 
 @contextlib.asynccontextmanager

@@ -19,6 +19,7 @@ from prime_node.patience import PAUSE_S_MAX
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import HeartbeatRequest, WorkerState
+from prime_protocol.telemetry import DownloadReport
 
 HEARTBEATS_MISSED_MAX = 4
 """Missed heartbeats after which a worker is lost."""
@@ -33,6 +34,8 @@ class LastSeen:
     state: WorkerState = WorkerState.IDLE
     policy_version: int = -1
     bundles_spooled: int = 0
+    downloads: DownloadReport | None = None
+    """What the worker says of its downloads; None: nothing."""
 
 
 class Presence:
@@ -49,13 +52,15 @@ class Presence:
         """Record any valid request, which is a sign of life."""
         old = self._seen.pop(worker, None)
         self._seen[worker] = (
-            LastSeen(now_s) if old is None else LastSeen(now_s, old.state, old.policy_version, old.bundles_spooled)
+            LastSeen(now_s)
+            if old is None
+            else LastSeen(now_s, old.state, old.policy_version, old.bundles_spooled, old.downloads)
         )
 
     def reported(self, worker: str, beat: HeartbeatRequest, now_s: float) -> None:
         """Record a heartbeat."""
         self._seen.pop(worker, None)
-        self._seen[worker] = LastSeen(now_s, beat.state, beat.policy_version, beat.bundles_spooled)
+        self._seen[worker] = LastSeen(now_s, beat.state, beat.policy_version, beat.bundles_spooled, beat.downloads)
 
     def excuse(self, now_s: float) -> None:
         """Record that a heartbeat was refused for load: no worker counts as silent until it may have sent the next ones.

@@ -137,6 +137,9 @@ class Route:
     """Admission check, called before a body is read. None admits every body, up to its length."""
     importance: Importance = Importance.NEW_WORK
     """Kind of its members' requests, for an overloaded server."""
+    is_page_file: bool = False
+    """Whether this is one of the small files without which a page in a browser shows nothing. An overloaded server still answers
+    some of them each second."""
     is_bulk: bool = False
     """Whether this is a GET that is repeated often over kept connections, such as for pieces. The adapter then reduces
     its overhead; the handler's `headers` give the Content-Length of an iterator."""

@@ -94,7 +94,8 @@ class WorkerConfig(Settings):
     receipts_seconds: float = Field(default=10.0, gt=0.0)
     """Seconds between fetches of receipts."""
     status_seconds: float = Field(default=5.0, gt=0.0)
-    """Seconds between status lines."""
+    """Seconds between two looks at the status. A log gets a line when what the worker does or waits for changes, and each
+    minute."""
     grace_seconds: float = Field(default=30.0, ge=0.0)
     """Seconds, after a request to stop, to finish and upload the work in progress. Anything not uploaded stays in the spool.
     After Ctrl-C it is half a second: unfinished leases are handed back."""

@@ -10,12 +10,13 @@ from typing import NoReturn
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.activity import HOLDING_MAX
 from prime_node.worker.session import KeyBanned
-from prime_node.worker.status import Status
+from prime_node.worker.status import Status, Traffic
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol import limits
 from prime_protocol.errors import RemoteError
 from prime_protocol.replies import ReceiptList
 from prime_protocol.requests import HeartbeatRequest, ReceiptsRequest
+from prime_protocol.telemetry import DownloadReport
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,20 @@ def heartbeat_request(worker: Worker) -> HeartbeatRequest:
         swap_ms=_claimed(worker.loaded.swap_ms),
         session=worker.session.name,
         holding=tuple(worker.activity.in_hand)[:HOLDING_MAX] or None,
+        downloads=_downloads(worker.links()),
+    )
+
+
+def _downloads(traffic: Traffic) -> DownloadReport | None:
+    """Return what the coordinator shows of the downloads; None before the first byte."""
+    if not traffic.down_bytes and not traffic.all_bytes:
+        return None
+    return DownloadReport(
+        peer_bytes=traffic.peer_bytes,
+        operator_bytes=traffic.down_bytes - traffic.peer_bytes,
+        links=min(traffic.peers, limits.CLAIMED_LINKS_MAX),
+        done_bytes=traffic.done_bytes,
+        all_bytes=traffic.all_bytes,
     )
 
 

@@ -29,6 +29,12 @@ class Traffic:
     peers: int = 0
     down_bytes: int = 0
     """Bytes of checkpoints received since the start, from all sources."""
+    peer_bytes: int = 0
+    """Part of `down_bytes` that other contributors sent."""
+    done_bytes: int = 0
+    """Verified bytes of the download in progress."""
+    all_bytes: int = 0
+    """Size of the download in progress; 0 if there is none."""
     up_bytes: int = 0
     """Bytes of checkpoints sent to peers since the start."""
     text: str = ""
@@ -91,6 +97,12 @@ class Status:
     ended: str = ""
     """Outcome of the worker; empty while it runs."""
     at_ms: int = 0
+
+    @property
+    def situation(self) -> tuple[str, ...]:
+        """What a log shows as soon as it changes: why nothing is generated, or what the worker does."""
+        away = "" if self.coordinator_away_s is None else "away"
+        return away, self.paused, self.waiting_for, "" if self.paused or self.waiting_for else self.state.value
 
     def line(self) -> str:
         """Return the line for a terminal.

@@ -41,6 +41,9 @@ from prime_protocol.telemetry import Hardware
 
 log = logging.getLogger(__name__)
 
+LINE_EVERY_S = 60.0
+"""Seconds between two lines of status in a log while the worker's situation does not change."""
+
 
 class Ending(StrEnum):
     """Outcome of a worker's run. The exit codes are part of the command line's documentation."""
@@ -105,7 +108,7 @@ class Worker:
     say: Callable[[str], None] = log.info
     """Function that shows a line to the owner."""
     screen: Callable[[Status], None] | None = None
-    """Function that shows the status to the owner in place of the status before. None: as a line."""
+    """Function that shows the status to the owner in place of the status before. None: as a line, now and then."""
     timeline: Recorder = field(default_factory=Recorders)
     """Recorder of each swap and each generated lease."""
     activity: LeaseActivity = field(default_factory=LeaseActivity, init=False)
@@ -120,6 +123,8 @@ class Worker:
     """Whether the contributor asked to finish: what is begun is completed, however long that takes."""
     permit: Switch = field(default_factory=Switch, init=False)
     """Switch that is on while the contributor's pause and limits allow work."""
+    _said: tuple[tuple[str, ...], float] = field(default=((), 0.0), init=False)
+    """Situation in the last line that was said, and when."""
     grace_over: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Event that ends all work, finished or not."""
 
@@ -168,10 +173,12 @@ class Worker:
     def show(self, status: Status) -> None:
         """Write the status, and show it to the owner."""
         write_status(self.folder / "status.json", status)
-        if self.screen is None:
-            self.say(status.line())
-        else:
+        now_s, (situation, said_s) = self.clock.monotonic_s(), self._said
+        if self.screen is not None:
             self.screen(status)
+        elif status.situation != situation or now_s - said_s >= LINE_EVERY_S:
+            self.say(status.line())
+            self._said = status.situation, now_s
 
     def obey(self, limits: WorkLimits) -> None:
         """Let links and engine keep to the contributor's limits. An engine that cannot change is limited at its start."""

@@ -55,6 +55,8 @@ RETRY_S = {
     Importance.NEW_WORK: 2.0,
     Importance.FINISHED_WORK: 1.0,
 }
+PAGE_FILES_PER_S, PAGE_FILES_BURST = 50.0, 100.0
+"""Requests for a page's files that are answered at any pressure. A page needs a dozen, and shows nothing if one of them fails."""
 SAY_AGAIN_S = 60.0
 """Seconds between two warnings."""
 _SAID = {
@@ -71,6 +73,8 @@ class Shedding:
     def __init__(self, routes: Sequence[Route], bounds: CallerBounds) -> None:
         self.pressure = 0.0
         self._importance_of = {route.path: route.importance for route in routes}
+        self._page_paths = {route.path.partition("{")[0] for route in routes if route.is_page_file}
+        self._page_files, self._page_files_at_s = PAGE_FILES_BURST, 0.0
         self._lag_s_max, self._refused, self._claimed = bounds.lag_s_max, bounds.refused, bounds.claimed
         self._lags_s = deque([0.0, 0.0, 0.0], maxlen=3)
         self._fell_behind_at = 0.0
@@ -120,6 +124,9 @@ class Shedding:
         importance = self._importance_of.get(path, Importance.NEW_WORK)
         if importance is Importance.ALWAYS or (sender is not None and sender.is_role):
             return None
+        folder = path[: path.rfind("/", 1) + 1]
+        if (folder or path) in self._page_paths and self._has_room_for_page_file():
+            return None
         if sender is None:
             importance = Importance.STRANGERS
         share = min(max(self.pressure - BEGINS[importance], 0.0), 1.0 - 1.0 / LET_THROUGH)
@@ -132,6 +139,15 @@ class Shedding:
         return RemoteError(
             ErrorCode.UNAVAILABLE, "more requests than this server can answer", retry_after_s=RETRY_S[importance]
         )
+
+    def _has_room_for_page_file(self) -> bool:
+        now_s = time.monotonic()
+        earned = PAGE_FILES_PER_S * (now_s - self._page_files_at_s)
+        self._page_files, self._page_files_at_s = min(PAGE_FILES_BURST, self._page_files + earned), now_s
+        if self._page_files < 1.0:
+            return False
+        self._page_files -= 1.0
+        return True
 
     def _measure(self, loop: asyncio.AbstractEventLoop) -> None:
         now_s, spent_s = loop.time(), time.thread_time()

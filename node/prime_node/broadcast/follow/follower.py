@@ -120,6 +120,8 @@ class Follower:
         self._policies_bytes_max = policies_bytes_max
         self._measured = measured
         self._on_progress = on_progress
+        self.download: DownloadProgress | None = None
+        """Download in progress, if there is one."""
         self._policies: dict[int, Policy] = {}  # the least recently used first
         self._broken: dict[int, str] = {}
         self._bad: dict[tuple[int, int | None], str] = {}
@@ -274,7 +276,7 @@ class Follower:
 
     async def _walk(self, way: Sequence[UpdateStep], version: int) -> Policy:
         """Apply one encoding after another."""
-        progress = _Counter(version, sum(step.encoding.sent_bytes for step in way), self._on_progress)
+        progress = _Counter(version, sum(step.encoding.sent_bytes for step in way), self._progressed)
         first = way[0].encoding.base_version
         base = None if first is None else self._policies[first]
         blobs, root = () if base is None else base.blobs, None
@@ -285,6 +287,10 @@ class Follower:
             base = Policy(step.signed, weights, blobs)
         assert base is not None
         return base
+
+    def _progressed(self, progress: DownloadProgress) -> None:
+        self.download = progress if progress.bytes_done < progress.bytes_total else None
+        self._on_progress(progress)
 
     async def _decode(self, step: UpdateStep, base: Policy | None, root: str | None, progress: _Counter) -> Weights:
         """Fetch and decode all parts, several at once. Raises Unreachable, _ClosedError or _WrongBaseError."""

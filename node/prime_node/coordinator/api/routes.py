@@ -108,6 +108,9 @@ class ApiCall:
     """Bundle that a gateway holds; the body is its header then, which `signer` has signed."""
 
 
+PAGE_PATHS = ("/", "/page/{name}")
+
+
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
     """A row of the table."""
@@ -129,7 +132,7 @@ class ApiEndpoint:
         """Return its route."""
         if self.caller is None:
             importance = Importance.ALWAYS if self.path in (HEALTH_PATH, READY_PATH) else Importance.NEW_WORK
-            return Route("GET", self.path, handler, importance=importance)
+            return Route("GET", self.path, handler, importance=importance, is_page_file=self.path in PAGE_PATHS)
         return Route("POST", self.path, handler, self.body_bytes_max(bounds), admit, importance=_importance_of(self))
 
 

@@ -13,9 +13,11 @@ from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.measure.standings import Standings
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state.blockers import Blockers
+from prime_node.coordinator.state.records import WorkerRecord
 from prime_node.ports.clock import Clock
 from prime_protocol.ledger import LedgerChain
 from prime_protocol.run_spec import PinnedRun
+from prime_protocol.telemetry import DownloadReport
 from prime_protocol.visible import printable
 
 BANS_SHOWN_MAX = 100
@@ -24,6 +26,7 @@ BEHIND_SHOWN_MAX = 4
 """Policies behind the newest one that are counted apart; more are one number."""
 POLICIES_SHOWN_MAX = 6
 ROUTES_SHOWN_MAX = 8
+DOWNLOADS_SHOWN_MAX = 12
 NAME_CHARS_MAX, TEXT_CHARS_MAX = 64, 240
 
 
@@ -64,7 +67,7 @@ class RunPage:
     def now(self) -> dict[str, Any]:
         """Return what changes, small enough to send often."""
         state = self.decisions.state
-        states, holders = self._presence_counts()
+        states, holders, downloads = self._presence_counts()
         left = max(0, state.rules.max_steps - state.current_step)
         return {
             "phase": self._phase(),
@@ -77,6 +80,7 @@ class RunPage:
             "states": states,
             "active": state.num_active,
             "holders": holders,
+            "downloads": downloads,
             "peers": len(self.peers),
             "swarm": self.peers.counts(),
             "routes": self._routes(),
@@ -121,13 +125,15 @@ class RunPage:
         """Return the contributors with the most accepted tokens: key, name, tokens, number of machines."""
         return self.standings.top(CONTRIBUTORS_SHOWN_MAX)
 
-    def _presence_counts(self) -> tuple[dict[str, int], list[int]]:
-        """Return how many workers do what, and how many have a policy that is so far behind the newest one.
+    def _presence_counts(self) -> tuple[dict[str, int], list[int], dict[str, Any]]:
+        """Return how many workers do what, how many have a policy that is so far behind the newest one, and their downloads.
 
         This is all of a look that grows with the number of workers, so it calls little.
         """
         state, last_seen = self.decisions.state, self.presence.get
         head, states, versions = state.head, dict[str, int](), dict[int, int]()
+        num_reports, links, operator_share = 0, 0, 0.0
+        fetching: list[tuple[WorkerRecord, DownloadReport]] = []
         for key, worker in state.workers.items():
             if worker.banned is not None:
                 doing = "banned"
@@ -138,12 +144,27 @@ class RunPage:
             else:
                 doing, version = seen.state, seen.policy_version
                 versions[version] = versions.get(version, 0) + 1
+                if (has := seen.downloads) is not None:
+                    num_reports, links = num_reports + 1, links + has.links
+                    operator_share += has.operator_bytes / max(1, has.operator_bytes + has.peer_bytes)
+                    if has.done_bytes < has.all_bytes:
+                        fetching.append((worker, has))
             states[doing] = states.get(doing, 0) + 1
         holders = [0] * (BEHIND_SHOWN_MAX + 1)
         for version, num_workers in versions.items():
             if version >= 0:
                 holders[min(BEHIND_SHOWN_MAX, max(0, head - version))] += num_workers
-        return {str(doing): num_workers for doing, num_workers in states.items()}, holders
+        downloads = {
+            "workers": num_reports,  # means: a false report moves them by one worker's part
+            "links": round(links / max(1, num_reports), 1),
+            "operator_share": round(operator_share / max(1, num_reports), 3),
+            "fetching": len(fetching),
+            "shown": [
+                [printable(worker.name, NAME_CHARS_MAX), has.done_bytes, has.all_bytes]
+                for worker, has in fetching[:DOWNLOADS_SHOWN_MAX]
+            ],
+        }
+        return {str(doing): num_workers for doing, num_workers in states.items()}, holders, downloads
 
     def _routes(self) -> list[list[int | None]]:
         """Return how many bytes the newest policy takes from each older one: base and bytes, the whole (base None) first."""

@@ -54,8 +54,7 @@ export function bar(parts, label, tall) {
     parts.map(([colour, value]) => { const x = at; at += 1000 * value / total; return svg("rect", {class: "f-" + colour, x, width: at - x, height: 10}); })));
 }
 /* rows: [[name, value, colour]] */
-export function bars(rows, format = count) {
-  const most = Math.max(1e-9, ...rows.map(row => row[1]));
+export function bars(rows, format = count, most = Math.max(1e-9, ...rows.map(row => row[1]))) {
   return el("dl", {class: "hbars"}, rows.map(([name, value, colour = "accent"]) => [el("dt", {}, name), el("dd", {}, bar([[colour, value], ["none", most - value]])), el("dd", {class: "n"}, format(value))]));
 }
 export function legend(items) {

@@ -37,8 +37,8 @@ function drawn(signature, make) {
   }};
 }
 
-export const swarmView = () => drawn(doc => [doc.now.holders, doc.now.head, doc.now.swarm, doc.now.routes, doc.now.usable, doc.now.bytes_published, doc.steps.step.at(-1)], doc => {
-  const {now, run, steps} = doc, total = sum(now.holders), whole = now.routes.find(route => route[0] === null)?.[1], x = steps.step;
+export const swarmView = () => drawn(doc => [doc.now.holders, doc.now.head, doc.now.swarm, doc.now.downloads, doc.now.routes, doc.now.usable, doc.now.bytes_published, doc.steps.step.at(-1)], doc => {
+  const {now, run, steps} = doc, got = now.downloads, own = got.operator_share, total = sum(now.holders), whole = now.routes.find(route => route[0] === null)?.[1], x = steps.step;
   return [el("div", {class: "split"},
     card("c-has", `Who has policy ${count(Math.max(0, now.head))}?`, total > 0 && `${share(now.holders[0] / total)} of ${plural(total, "worker")}`, total > 0 ? [bar(now.holders.map((n, i) => [i === 0 ? "good" : i <= run.k ? "accent" : "refused", n]), `${now.holders[0]} of ${total} workers have the newest policy`, true),
       bars(now.holders.map((n, i) => [i === 0 ? "newest" : i === 4 ? "4 or more behind" : `${i} behind`, n, i === 0 ? "good" : i <= run.k ? "accent" : "refused"])), el("p", {class: "fine gap"}, `Work of workers that are more than ${plural(run.k, "policy", "policies")} behind is not accepted.`)] : el("p", {class: "soft"}, "No worker has reported its policy yet.")),
@@ -47,7 +47,11 @@ export const swarmView = () => drawn(doc => [doc.now.holders, doc.now.head, doc.
     card("c-usable", "Time until a policy could be used", "as workers report it", now.usable.length ? table("Time until a policy could be used", ["policy", "workers", "half of them", "nine of ten"], [...now.usable].reverse().map(one => [count(one.policy_version), count(one.workers), time(one.median_s), time(one.most_s)])) : el("p", {class: "soft"}, "No worker has reported a time yet."),
       x.length > 1 && [el("h3", {}, "Nine of ten workers, by step"), plot({lines: [{name: "usable after", x, y: steps.broadcast, colour: "broadcast"}], format: time, label: "Seconds from publication until nine of ten workers could use a policy, by step"})]),
     card("c-routes", `What policy ${count(Math.max(0, now.head))} takes to download`, null, now.routes.length ? table("Bytes of the newest policy", ["from", "bytes", "of the whole"], now.routes.map(([base, n]) => [base === null ? "nothing" : `policy ${count(base)}`, bytes(n), whole ? share(n / whole, 1) : "–"])) : el("p", {class: "soft"}, "Nothing is published yet."))),
-  unknown("c-unknown", "Which pieces a peer holds or fetches: peers tell each other, not the coordinator.", "How many bytes came from peers and how many from the operator's machines.", "Workers that only download and never announce an address are counted above, not listed as peers.")];
+  el("div", {class: "split"},
+    card("c-fetching", "Downloads in progress", got.fetching ? plural(got.fetching, "worker") : null, got.shown.length ? bars(got.shown.map(([name, done, all]) => [named(name), Math.floor(100 * done / all), "accent"]), percent => `${percent} %`, 100) : el("p", {class: "soft"}, "No worker reported one in its last heartbeat."),
+      got.fetching > got.shown.length && el("p", {class: "fine gap"}, `and ${plural(got.fetching - got.shown.length, "more worker", "more workers")}`)),
+    card("c-came", "Where checkpoints came from", "as workers report it, mean", got.workers ? [bar([["good", 1 - own], ["accent", own]], `${share(1 - own)} from other contributors`, true), legend([["good", "other contributors", share(1 - own, 1)], ["accent", "the operator's machines", share(own, 1)]]), facts([["workers that report", count(got.workers)], ["links of a worker", got.links.toFixed(1)]])] : el("p", {class: "soft"}, "Nothing is reported yet."))),
+  unknown("c-unknown", "Which pieces a peer holds: peers tell each other, not the coordinator.", "Workers that only download and never announce an address are counted above, not listed as peers.")];
 });
 
 export const ledgerView = () => drawn(doc => [doc.now.ledger, doc.now.accepted, doc.now.refused, doc.now.tokens, doc.contributors], doc => {
