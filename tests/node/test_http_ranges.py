@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import selectors
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -11,7 +13,7 @@ from tests.time_world import be_slow
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_peer import HttpPeer
-from prime_node.adapters.web.http_ranges import HEADER_BYTES_MAX, RangeClient
+from prime_node.adapters.web.http_ranges import HEADER_BYTES_MAX, WAKE_BYTES, RangeClient
 from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
@@ -230,6 +232,58 @@ async def test_a_body_that_only_drips_is_given_up() -> None:
     async with listening(serve=drip, stall_s=0.1) as (_, client):
         with pytest.raises(Unreachable, match="without progress"):
             await asyncio.wait_for(client.get("/", {}, bytes_max=1_000), 5.0)
+
+
+async def test_a_slow_body_makes_progress_with_less_than_the_bytes_of_a_wake_up() -> None:
+    body = PIECE[:1_600]
+
+    async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer(length=len(body)))
+        for start in range(0, len(body), 100):
+            writer.write(body[start : start + 100])
+            await writer.drain()
+            await be_slow(0.02)
+        await reader.read()
+
+    async with listening(serve=slowly, stall_s=0.16) as (_, client):
+        assert (await client.get("/", {}, bytes_max=len(body))).body == body
+
+
+class Wakeups(selectors.DefaultSelector):
+    """A selector that counts the sockets that it finds readable."""
+
+    num_readable = 0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = super().select(timeout)
+        self.num_readable += sum(bool(events & selectors.EVENT_READ) for _, events in found)
+        return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems wake a process for each packet")
+def test_packets_of_a_body_wake_the_process_together() -> None:
+    packet_bytes = 1_024
+    selector = Wakeups()
+
+    async def fetch() -> None:
+        async def in_packets(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            for _ in range(2):
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(answer(length=len(PIECE)))
+                for start in range(0, len(PIECE), packet_bytes):
+                    writer.write(PIECE[start : start + packet_bytes])
+                    for _ in range(3):  # turns of the loop, in which the client could read it
+                        await asyncio.sleep(0)
+            await reader.read()
+
+        async with listening(serve=in_packets, stall_s=5.0) as (_, client):
+            for _ in range(2):
+                assert (await client.get("/", {}, bytes_max=len(PIECE))).body == PIECE
+
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        runner.run(fetch())
+    assert selector.num_readable < 2 * (len(PIECE) // WAKE_BYTES + 10)
 
 
 CUT = {"before the answer": b"", "in the header": b"HTTP/1.1 2", "in the body": answer(b"half", length=8)}

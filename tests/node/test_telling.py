@@ -11,8 +11,10 @@ from tests.time_world import until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm import have_set as have_set_module
-from prime_node.broadcast.swarm.have_set import HaveBroadcast, HaveSet
+from prime_node.broadcast.swarm.have_set import UPDATES_EVERY_S, HaveBroadcast, HaveSet, HeldEncoding, rest_s
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import parse_json
+from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry
 from prime_protocol.peers import PeerUpdate
 
 
@@ -31,6 +33,10 @@ async def listener(made: HaveBroadcast) -> AsyncIterator[AsyncIterator[bytes]]:
 def head_of(line: bytes) -> int:
     assert line.endswith(b"\n")
     return parse_json(line[:-1], PeerUpdate).head
+
+
+def runs_of(line: bytes, encoding: str) -> tuple[tuple[int, ...], ...]:
+    return parse_json(line[:-1], PeerUpdate).pieces[encoding]
 
 
 async def test_all_peers_with_the_same_state_get_the_same_line(have_set: HaveSet) -> None:
@@ -56,6 +62,33 @@ async def test_a_slow_reader_gets_all_missed_changes_in_one_line(have_set: HaveS
             have_set.advance_head(version)
             assert head_of(await waiting) == version
         assert head_of(await anext(slow)) == 2
+
+
+async def test_no_line_tells_a_listener_of_pieces_that_it_has_itself(have_set: HaveSet) -> None:
+    index, part = (PartEntry(digest=digest_of(name), size=1) for name in (b"index", b"part"))
+    have_set.add(HeldEncoding(Encoding(kind=CheckpointKind.ANCHOR, base=None, index=index, parts=(part,)), []))
+    made, has = HaveBroadcast(have_set, SystemClock()), {index.digest: 0b0101}
+    async with contextlib.aclosing(made.lines(lambda: has)) as informed, listener(made) as other:
+        for lines in (informed, other):
+            await anext(lines)
+        waiting = asyncio.ensure_future(anext(informed))
+        for piece in (0, 2):
+            heard = asyncio.ensure_future(anext(other))
+            await asyncio.sleep(0)
+            have_set.came(index.digest, piece)
+            assert runs_of(await heard, index.digest) == ((piece, piece + 1),)
+        assert not waiting.done()
+        have_set.came(index.digest, 3)
+        assert runs_of(await waiting, index.digest) == ((3, 4),)
+        has[index.digest] = 0b1_1111
+        waiting = asyncio.ensure_future(anext(informed))
+        have_set.came(index.digest, 4)
+        have_set.advance_head(7)
+        assert head_of(await waiting) == 7
+
+
+def test_many_listeners_get_lines_less_often() -> None:
+    assert [rest_s(num) for num in (1, 10, 40)] == [UPDATES_EVERY_S, UPDATES_EVERY_S, 4 * UPDATES_EVERY_S]
 
 
 async def test_a_line_comes_now_and_then_although_nothing_is_new(

@@ -15,10 +15,8 @@ TCP_ESTABLISHED = 1
 SO_MAX_PACING_RATE = 47
 UNLIMITED = 2**32 - 1
 """Pacing rate that is no limit, and round-trip time that was never measured."""
-INFO_BYTES = 152
-"""Bytes of TCP_INFO up to the smallest round-trip time, which Linux reports since 4.6."""
-FIELDS = (("=I", 16), ("=I", 24), ("=I", 68), ("=Q", 120), ("=I", 148))
-"""Kinds and offsets in TCP_INFO of the fields of _Values."""
+INFO = struct.Struct("=16xI4xI40xI48xQ20xI")
+"""TCP_INFO up to the smallest round-trip time, which Linux reports since 4.6: the fields of _Values."""
 CHANGE_MIN = 0.03
 """Smallest change of a limit that is passed to the system, as a share."""
 
@@ -98,13 +96,13 @@ class TcpLinks:
     def _values(self, link: int) -> _Values | None:
         made = self._socket(link)
         try:
-            info = b"" if made is None else made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            info = b"" if made is None else made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO.size)
         except OSError:  # it is no TCP connection
             self._forget(link)
             return None
-        if len(info) < INFO_BYTES or info[0] != TCP_ESTABLISHED:
+        if len(info) < INFO.size or info[0] != TCP_ESTABLISHED:
             return None
-        values = _Values(*(struct.unpack_from(kind, info, place)[0] for kind, place in FIELDS))
+        values = _Values(*INFO.unpack_from(info))
         return values if values.round_trip_us and values.smallest_us != UNLIMITED else None
 
     def _socket(self, link: int) -> Any | None:

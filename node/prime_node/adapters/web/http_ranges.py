@@ -4,6 +4,8 @@ A piece needs little of HTTP: a GET with a Range, and an answer with a Content-L
 kernel into one buffer of their size. aiohttp's general client took a third of a receiver's time (DECISIONS.md, 65). Anything
 less plain is an error of the server.
 
+A shaped line brings a packet at a time. The system wakes this process for WAKE_BYTES or the end of a body, not for each of them.
+
 Waiting: `get` waits for a connection, then for its answer; a connection carries one request at a time. A cancelled request
 closes its connection. One timer for each connection checks whether bytes still come.
 
@@ -17,6 +19,8 @@ import asyncio
 import contextlib
 import os
 import re
+import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -28,6 +32,8 @@ from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 
 HEADER_BYTES_MAX = 8 * 2**10
 """Bytes of an answer's header. Most of its body comes after it, and is read into its own buffer."""
+WAKE_BYTES = 32 * 2**10
+"""Bytes of a body that arrive together: half of the window with which a connection begins."""
 
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([2-5][0-9]{2})( .*)?")
 _LENGTH = re.compile(r"[0-9]{1,15}")
@@ -131,6 +137,8 @@ class _Connection(asyncio.BufferedProtocol):
         self._answered: asyncio.Future[RangeAnswer] | None = None
         self._asked_s = self._moved_s = 0.0
         self._bytes_max = 0
+        self._wakes_at = 1
+        """Bytes that must be there before the system wakes this process."""
         self._head = bytearray(HEADER_BYTES_MAX)
         self._head_view = memoryview(self._head)
         self._begin()
@@ -142,6 +150,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._body: bytearray | None = None
         self._filled = 0
         """Bytes filled of the header's buffer, then of the body."""
+        self._wake_bytes = WAKE_BYTES
 
     async def ask(self, request: bytes, bytes_max: int) -> RangeAnswer:
         """Send a request and return its answer.
@@ -198,17 +207,30 @@ class _Connection(asyncio.BufferedProtocol):
                 self._read_header(self._filled - nbytes)
             if self._body is not None and self._filled == len(self._body):
                 self._whole()
+            self._wake_at(1 if self._body is None else min(self._wake_bytes, len(self._body) - self._filled))
         except RemoteError as error:
             self.give_up(error)
 
     def _look(self) -> None:
         """Check that bytes still come fast enough. An unused connection is closed."""
         now_s = self._loop.time()
+        if self._wakes_at > 1 and now_s - self._moved_s >= self._stall_s / 2:
+            self._wake_bytes = 1  # of a slow answer, fewer may be there
+            self._wake_at(1)
+            self._timer = self._loop.call_later(self._stall_s / 2, self._look)
+            return
         allowed_s = self._asked_s + self._stall_s + (self._filled if self._body else 0) / BYTES_PER_SECOND_MIN
         if now_s - self._moved_s >= self._stall_s or (self._answered is not None and now_s > allowed_s):
             self.give_up(Unreachable(f"{self._url}: no answer, or an answer without progress"))
         else:
-            self._timer = self._loop.call_at(self._moved_s + self._stall_s, self._look)
+            pause_s = self._stall_s if self._wakes_at == 1 else self._stall_s / 2
+            self._timer = self._loop.call_at(self._moved_s + pause_s, self._look)
+
+    def _wake_at(self, num_bytes: int) -> None:
+        """Let the system wake this process once so many bytes are there, or the end. Only Linux does."""
+        if num_bytes != self._wakes_at and self._transport is not None and sys.platform == "linux":
+            self._wakes_at = num_bytes
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     # The answer
 

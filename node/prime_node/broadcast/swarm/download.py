@@ -1,7 +1,8 @@
 """Download of one encoding from all sources at once.
 
 Waiting: `run` asks every source that has room for the piece that the picker names. It waits until a piece has arrived, a source
-has changed, or TICK_S have passed (work is stolen from silent sources). Each piece is fetched by a task of its own. A job in a
+has changed, or TICK_S have passed (work is stolen from silent sources). Between two TICK_S it asks only sources that announce
+more or have given something: each peer announces up to ten times a second. Each piece is fetched by a task of its own. A job in a
 thread then verifies, stores and decodes it (piece_decoder.py). Pieces in memory are bounded, those queued for the decoder
 included.
 
@@ -12,7 +13,7 @@ exactly, since a piece comes from one source and is hashed alone.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import math
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -146,6 +147,14 @@ class Download:
         self._asked: set[asyncio.Task[None]] = set()
         """Tasks that wait for a source; the others verify, store or decode."""
         self._memory_bytes = 0
+        self._ready: dict[str, NamedSource] = {}
+        """Sources that did not rest at the last look at all of them."""
+        self._look_s, self._turnover = -math.inf, -1
+        """Time of the next such look, and the pool's turnover at the last."""
+        self._heard: dict[str, PieceSet] = {}
+        """Pieces that the picker knows of each source."""
+        self._freed: set[str] = set()
+        """Sources of which a request has ended since they were asked."""
         self._changed = asyncio.Event()
         self._error: Exception | None = None
 
@@ -182,9 +191,11 @@ class Download:
             if self._error is not None:
                 raise self._error
             if self._tasks:
-                with contextlib.suppress(TimeoutError):
+                try:
                     async with asyncio.timeout(TICK_S):
                         await self._changed.wait()
+                except TimeoutError:
+                    self._look_s = -math.inf
             elif not self._picker.is_done and not self._changed.is_set() and self._parents is not None:
                 self._parents = None if self._clock.monotonic_s() >= self._tree_until_s else self._parents
                 await self._pool.rest()
@@ -206,28 +217,49 @@ class Download:
             self._changed.set()
 
     def _ask(self) -> None:
-        """Request as much from every awake source as the picker assigns to it."""
+        """Request as much from awake sources as the picker assigns to them: from all every TICK_S, else from changed ones."""
         now_s = self._clock.monotonic_s()
-        only = self._parents if now_s < self._tree_until_s else None
-        ready = {named.name: named for named in self._pool.ready() if only is None or named.name in only}
-        for name in self._picker.sources:
-            if name not in ready:
-                self._picker.remove(name)
-        for name, named in ready.items():
-            if name not in self._picker.sources:
-                self._picker.add(name, is_web_seed=named.kind is SourceKind.ORIGIN)
-            has = named.has.get(self._name, 0) if named.kind is SourceKind.PEER else span(0, len(self._pieces))
-            self._picker.has(name, has & ~self._absences.of(name))
-        for name, named in ready.items():  # after all `has`: a fallback gives what no peer has
+        if not self._tasks or now_s >= self._look_s or self._pool.turnover != self._turnover:
+            self._look(now_s)
+            chosen = list(self._ready.values())
+        else:
+            chosen = [named for name, named in self._ready.items() if self._hear(named) or name in self._freed]
+        self._freed.clear()
+        for named in chosen:  # after all `has`: a fallback gives what no peer has
             while self._memory_bytes < self._shared.memory_bytes_max:
-                number = self._picker.pick(name, now_s)
+                number = self._picker.pick(named.name, now_s)
                 if number is None:
                     break
                 self._memory_bytes += self._pieces[number].size
                 task = asyncio.create_task(self._piece(named, number))
-                self._tasks[task] = name, number
+                self._tasks[task] = named.name, number
                 self._asked.add(task)
                 task.add_done_callback(self._ended)
+            else:
+                self._look_s = -math.inf
+
+    def _look(self, now_s: float) -> None:
+        """Find the sources that do not rest, and all that they have."""
+        self._look_s, self._turnover = now_s + TICK_S, self._pool.turnover
+        only = self._parents if now_s < self._tree_until_s else None
+        self._ready = {named.name: named for named in self._pool.ready() if only is None or named.name in only}
+        known = set(self._picker.sources)
+        for name in known - self._ready.keys():
+            self._picker.remove(name)
+        for name, named in self._ready.items():
+            if name not in known:
+                self._picker.add(name, is_web_seed=named.kind is SourceKind.ORIGIN)
+                self._heard.pop(name, None)
+            self._hear(named)
+
+    def _hear(self, named: NamedSource) -> bool:
+        """Pass on what a source has. Return whether that is new."""
+        has = named.has.get(self._name, 0) if named.kind is SourceKind.PEER else span(0, len(self._pieces))
+        if has == self._heard.get(named.name):
+            return False
+        self._heard[named.name] = has
+        self._picker.has(named.name, has & ~self._absences.of(named.name))
+        return True
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         _, number = self._tasks.pop(task)
@@ -235,7 +267,8 @@ class Download:
         self._memory_bytes -= self._pieces[number].size
         if not task.cancelled() and (error := task.exception()) is not None:
             self._error = self._error or (error if isinstance(error, Exception) else None)
-        self._changed.set()
+        if self._error is not None or not self._tasks or self._look_s == -math.inf:
+            self._changed.set()
 
     async def _piece(self, named: NamedSource, number: int) -> None:
         piece, task = self._pieces[number], asyncio.current_task()
@@ -279,7 +312,7 @@ class Download:
         now_s = self._clock.monotonic_s()
         if named.name not in self._picker.sources:  # it began to rest meanwhile
             self._picker.add(named.name)
-        self._picker.arrived(named.name, number, now_s)
+        self._freed.update((named.name, *self._picker.arrived(named.name, number, now_s)))
         for task, (_, same) in self._tasks.items():
             if task in self._asked and same == number:
                 task.cancel()
@@ -296,6 +329,7 @@ class Download:
             self._pool.failed(named, error, asked_s=asked_s)
         if named.name in self._picker.sources:  # it comes back with what it has then
             self._picker.remove(named.name)
+        self._look_s = -math.inf
 
     def _require_sources(self, missing: PieceSet) -> None:
         """Raise RemoteError(NOT_FOUND) if every permanent source lacks a piece and no peer has it."""

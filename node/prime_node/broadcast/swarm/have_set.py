@@ -4,8 +4,9 @@ The serving side reads here; downloads write here. Changes are numbered, so that
 asks for the rest. Invariant: a piece is announced only after it was verified and is on disk.
 
 Listeners share a beat. A line is serialised once for all listeners with the same cursor, however many they are. `_beat` waits for
-a change, at most KEEP_ALIVE_S, wakes all listeners, and rests for UPDATES_EVERY_S, so that changes meanwhile share one line. A
-slow listener misses beats; when it has read its last line, it gets everything since that line at once.
+a change, at most KEEP_ALIVE_S, wakes all listeners, and rests for `rest_s`, so that changes meanwhile share one line. A slow
+listener misses beats; when it has read its last line, it gets everything since that line at once. It gets no line of pieces that
+it has announced itself. So what lines cost a peer does not grow with the number of its listeners.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prime_node.broadcast.swarm.piece_sets import PieceSet, num_runs, runs, span, spans
@@ -30,8 +31,8 @@ UPDATES_MAX = 8_192
 """Announcements that are remembered; a listener further behind gets everything."""
 log = logging.getLogger(__name__)
 
-UPDATES_EVERY_S = 0.1
-"""Seconds between two lines to one listener; changes in between share one line."""
+UPDATES_EVERY_S, LISTENER_S = 0.1, 0.01
+"""Seconds between two lines to one listener, at least and for each listener. Changes in between share one line."""
 KEEP_ALIVE_S = 15.0
 """Longest time between two lines, in seconds, so that both sides notice a lost link."""
 LINES_MAX = 16
@@ -84,6 +85,10 @@ class HaveChange:
     """Newest policy whose manifest is served here, -1 before the first."""
     has_more: bool = False
     """Whether there are further changes already, for which one line has no room."""
+
+    def is_news(self, head: int, has: Mapping[str, PieceSet]) -> bool:
+        """Return whether a listener with these pieces and this head lacks anything of it."""
+        return self.head != head or any(held & ~has.get(name, 0) for name, held in self.pieces.items())
 
 
 class HaveSet:
@@ -218,17 +223,20 @@ class HaveBroadcast:
         self._is_closing = True
         self._wake()
 
-    async def lines(self) -> AsyncGenerator[bytes, None]:
-        """Yield lines to one listener: everything first, then changes."""
+    async def lines(self, has: Callable[[], Mapping[str, PieceSet]] = dict) -> AsyncGenerator[bytes, None]:
+        """Yield lines to one listener: everything first, then changes. `has` returns what it has announced itself."""
         self._num_listeners += 1
         if self._beating is None:
             self._beating = asyncio.create_task(self._beat())
-        cursor = 0
+        cursor, head, sent_s = 0, -2, 0.0
         try:
             while not self._is_closing:
                 beats = self._beats
                 updates = self.have_set.updates(cursor)
-                yield self._line(cursor, updates)
+                now_s = self.clock.monotonic_s()
+                if updates.is_news(head, has()) or now_s - sent_s >= KEEP_ALIVE_S:
+                    yield self._line(cursor, updates)
+                    head, sent_s = updates.head, now_s
                 cursor = updates.cursor
                 if updates.has_more:
                     await self.clock.sleep(UPDATES_EVERY_S)
@@ -252,7 +260,7 @@ class HaveBroadcast:
                 self._wake()
             except Exception:  # nothing awaits this task, and every listener depends on it
                 log.exception("the have-set could not be sent to the peers that listen")
-            await self.clock.sleep(UPDATES_EVERY_S)
+            await self.clock.sleep(rest_s(self._num_listeners))
 
     def _wake(self) -> None:
         self._beats += 1
@@ -277,6 +285,11 @@ def _entries(name: str, pieces: PieceSet) -> list[tuple[str, PieceSet]]:
         return [(name, pieces)]
     ranges = runs(pieces)
     return [(name, spans(ranges[first : first + each])) for first in range(0, len(ranges), each)]
+
+
+def rest_s(num_listeners: int) -> float:
+    """Return the seconds between two lines to each of so many listeners."""
+    return max(UPDATES_EVERY_S, LISTENER_S * num_listeners)
 
 
 def encode_update(updates: HaveChange) -> bytes:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import re
 from collections import Counter
@@ -22,11 +23,11 @@ from pathlib import Path
 
 from prime_node.broadcast.swarm.have_set import (
     KEEP_ALIVE_S,
-    UPDATES_EVERY_S,
     HaveBroadcast,
     HaveChange,
     HaveSet,
     encode_update,
+    rest_s,
 )
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import PieceSet
@@ -272,7 +273,8 @@ class PeerService:
 
     async def _lines(self, listener: str, network: str) -> AsyncIterator[bytes]:
         with self._listening(listener, network):
-            async with contextlib.aclosing(self._broadcasting.lines()) as lines:
+            has = functools.partial(self.heard_of, listener)
+            async with contextlib.aclosing(self._broadcasting.lines(has)) as lines:
                 async for line in lines:
                     yield line
 
@@ -288,20 +290,13 @@ class PeerService:
             return encode_update(await self.fresh(listener, cursor, head))
 
     async def fresh(self, member: str, cursor: int, head: int) -> HaveChange:
-        """Wait, KEEP_ALIVE_S at most, until the listener lacks a piece or the head; then return all changes.
-
-        Here each answer costs a request. In a stream, lines are too cheap for this to matter.
-        """
-        await self.clock.sleep(UPDATES_EVERY_S)
+        """Wait, KEEP_ALIVE_S at most, until the listener lacks a piece or the head; then return all changes."""
+        await self.clock.sleep(rest_s(len(self.listeners)))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KEEP_ALIVE_S):
                 while not self._is_closing:
-                    updates, has = self.have_set.updates(cursor), self.heard_of(member)
-                    if (
-                        updates.has_more
-                        or updates.head != head
-                        or any(held & ~has.get(name, 0) for name, held in updates.pieces.items())
-                    ):
+                    updates = self.have_set.updates(cursor)
+                    if updates.has_more or updates.is_news(head, self.heard_of(member)):
                         return updates
                     await self.have_set.changed(updates)
         return self.have_set.updates(cursor)

@@ -100,6 +100,8 @@ class SourcePool:
             for place, (name, source) in enumerate(sources)
         }
         self.clock = clock
+        self.turnover = 0
+        """Number of times that a peer was added or removed."""
         self._rng = rng
         self._changed = asyncio.Event()
 
@@ -139,12 +141,13 @@ class SourcePool:
 
     def add(self, named: NamedSource) -> None:
         """Add a peer, or record its new announcement."""
+        self.turnover += self._sources.get(named.name) is not named
         self._sources[named.name] = named
         self.tell()
 
     def remove(self, name: str) -> None:
         """Remove a peer. Idempotent."""
-        self._sources.pop(name, None)
+        self.turnover += self._sources.pop(name, None) is not None
         self.tell()
 
     def tell(self) -> None:
