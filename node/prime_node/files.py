@@ -9,9 +9,11 @@ import errno
 import logging
 import os
 import secrets
+import shutil
 from pathlib import Path
 
-from prime_node.inside import naming, read_regular
+from prime_node.inside import naming, open_regular, read_regular
+from prime_protocol.digest import digest_of_all
 from prime_protocol.errors import LocalError, TransientFault
 
 log = logging.getLogger(__name__)
@@ -30,10 +32,17 @@ DISK_FAULTS = {
     errno.ELOOP: "move the link of this name away",
     errno.EIO: "check the disk or the storage service",
     errno.EACCES: "choose another folder, or change who may use this one",
+    errno.ENOENT: "put back a copy of it",
 }
 """Errors of the disk and of descriptors, with the advice for each."""
 PASSING_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE})
 """Those that may pass without the operator: another program filled the disk, or a crowd has left."""
+DAMAGED = ".damaged"
+"""Suffix of a file, or a folder, that could not be read."""
+DAMAGED_MAX = 8
+"""Number of these that a folder keeps, the newest ones."""
+BLOCK_BYTES = 2**20
+"""Bytes of a file that are read and hashed together."""
 
 
 def disk_fault(error: OSError, place: object = "") -> LocalError:
@@ -50,6 +59,8 @@ def write_durably(path: Path, data: bytes, *, partial_folder: Path | None = None
     Unfinished files are in the same folder as `*.partial`, or in `partial_folder`. The umask limits `mode`.
     """
     folder = partial_folder or path.parent
+    if partial_folder is not None:  # another program may have removed it
+        partial_folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{path.name[:100]}.{secrets.token_hex(4)}.partial"
     try:
         with naming(path), open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -76,7 +87,8 @@ def read_or_begin(path: Path) -> bytes:
     """Return the content of a file that a role can do without; empty if there is none.
 
     One that cannot be read, for example a folder or a bad sector, is renamed to NAME.damaged with a warning, so that a new one
-    can be written. Raises OSError if the process has no descriptors, or may not rename it.
+    can be written; of these the folder keeps the newest DAMAGED_MAX. Raises OSError if the process has no descriptors, or may
+    not rename it.
     """
     try:
         return read_regular(path)
@@ -85,10 +97,33 @@ def read_or_begin(path: Path) -> bytes:
     except OSError as error:
         if error.errno in PASSING_FAULTS:
             raise
-        aside = path.with_name(f"{path.name}.damaged")
+        if path.suffix == DAMAGED:
+            return b""
+        aside = path.with_name(f"{path.name}{DAMAGED}")
         log.warning("%s cannot be read (%s): it is kept as %s, and a new one begins", path, error.strerror, aside)
-        path.replace(aside)
+        _remove(aside)
+        path.rename(aside)
+        kept = sorted(path.parent.glob(f"*{DAMAGED}"), key=lambda one: (one == aside, one.lstat().st_ctime))
+        for old in kept[:-DAMAGED_MAX]:
+            _remove(old)
         return b""
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with what it holds; nothing if there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the digest of a regular file, read in blocks that fit a core's cache: larger ones, hashed by all cores, take longer.
+
+    It is not mapped: a bad sector would end the process by SIGBUS. Raises NotRegular and OSError.
+    """
+    with naming(path), os.fdopen(open_regular(path, os.O_RDONLY), "rb", buffering=0) as file:
+        return digest_of_all(iter(lambda: file.read(BLOCK_BYTES), b""))
 
 
 def sync(path: Path) -> None:

@@ -9,6 +9,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from prime_node.files import disk_fault
 from prime_node.inside import open_regular, refuse_links
 from prime_protocol.errors import LocalError
 
@@ -30,7 +31,7 @@ class FolderLock:
             refuse_links(folder)
             self._descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT, mode=0o600)
         except OSError as error:
-            raise LocalError(f"folder {folder}: {error.strerror}; choose another folder") from None
+            raise disk_fault(error, folder) from None
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -39,8 +40,12 @@ class FolderLock:
             raise FolderInUse(
                 f"folder {folder}: process {holder} already uses it; stop that process, or choose another folder"
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise disk_fault(error, folder / "lock") from None
 
     def release(self) -> None:
         """Release the lock. Idempotent."""

@@ -96,7 +96,7 @@ def open_regular(path: Path, flags: int, *, directory: int | None = None, mode: 
 
 def read_regular(path: Path, *, bytes_max: int | None = None) -> bytes:
     """Return the content of a regular file. Raises NotRegular and OSError, also for more than `bytes_max` bytes."""
-    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+    with naming(path), os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
         data = file.read(-1 if bytes_max is None else bytes_max + 1)
     if bytes_max is not None and len(data) > bytes_max:
         raise OSError(errno.EFBIG, f"has more than {bytes_max:,} bytes", str(path))

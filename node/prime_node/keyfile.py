@@ -2,7 +2,8 @@
 
     64 hexadecimal digits of the key, a space, 8 of its check (`check_of`)
 
-A changed digit would be another identity without an error, so the check is compared. Files of earlier releases lack it.
+A changed digit would be another identity without an error, so the check is compared. Files of earlier releases lack it. Next to a
+key that `load_or_create` has returned is its id, as NAME.id: a key that is missing later is not replaced by another one.
 
 Invariant: the file appears complete or not at all, and is never overwritten, because a lost key is a lost identity with
 all the credit that it has earned.
@@ -16,8 +17,8 @@ import os
 import secrets
 from pathlib import Path
 
-from prime_node.files import disk_fault, sync
-from prime_node.inside import NotRegular, open_regular
+from prime_node.files import disk_fault, replace, sync
+from prime_node.inside import NotRegular, open_regular, read_regular
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -43,22 +44,37 @@ def create_key(path: Path) -> SigningKey:
 
 
 def load_or_create(path: Path) -> SigningKey:
-    """Return the key in `path`, creating it on first use. Raises LocalError if the file is not safe or not a key."""
+    """Return the key in `path`, creating it on first use. Raises LocalError if the file is not safe, not a key or lost."""
+    name = id_file(path)
+    was_used = name.exists()  # before the key is read: another process may create both
     try:
-        return _load(path)
-    except FileNotFoundError:
-        pass
-    try:
-        _create(path, SigningKey(secrets.token_bytes(32)))
         key = _load(path)
-    except OSError as error:
-        raise disk_fault(error, f"key {path}") from None
-    log.info(
-        "created identity %s in %s; keep a backup (`prime-node identity backup`), a lost key cannot be restored",
-        key.key_id,
-        path,
-    )
+    except FileNotFoundError:
+        if was_used:
+            raise LocalError(
+                f"key {path}: is missing, and {name} names the key that was there. Put back your copy of it; or remove {name} "
+                "too, to begin with a new identity, which does not inherit the old one's credit"
+            ) from None
+        try:
+            _create(path, SigningKey(secrets.token_bytes(32)))
+            key = _load(path)
+        except OSError as error:
+            raise _fault(error, f"key {path}") from None
+        log.info(
+            "created identity %s in %s; keep a backup (`prime-node identity backup`), a lost key cannot be restored",
+            key.key_id,
+            path,
+        )
+    line = f"{key.key_id}\n".encode()
+    with contextlib.suppress(OSError):  # of a folder that may only be read
+        if not was_used or read_regular(name) != line:
+            replace(name, line)
     return key
+
+
+def id_file(path: Path) -> Path:
+    """Return the file with the id of the key in `path`: for example identity.id."""
+    return path.with_suffix(".id")
 
 
 def keep_secret(path: Path, secret: bytes) -> bytes:
@@ -73,7 +89,7 @@ def keep_secret(path: Path, secret: bytes) -> bytes:
         _create(path, SigningKey(secret))
         return _load(path).to_bytes()
     except OSError as error:
-        raise disk_fault(error, f"secret {path}") from None
+        raise _fault(error, f"secret {path}") from None
 
 
 def read_secret(path: Path) -> bytes | None:
@@ -95,7 +111,7 @@ def _load(path: Path) -> SigningKey:
     except NotRegular:
         raise LocalError(f"key {path}: not a regular file") from None
     except OSError as error:
-        raise LocalError(f"key {path}: cannot be read ({error.strerror})") from None
+        raise _fault(error, f"key {path}") from None
     if status.st_uid != os.geteuid():
         raise LocalError(f"key {path}: belongs to another user; copy it to a file of your own")
     if status.st_mode & 0o077:
@@ -104,9 +120,15 @@ def _load(path: Path) -> SigningKey:
         return _key_in(data.decode("ascii"))
     except ValueError:
         raise LocalError(
-            f"key {path}: not a key, or damaged. Put back your copy of it; "
-            "or move it away to begin with a new identity, which does not inherit the old one's credit"
+            f"key {path}: not a key, or damaged. Put back your copy of it; or move it and {id_file(path).name} away, to begin "
+            "with a new identity, which does not inherit the old one's credit"
         ) from None
+
+
+def _fault(error: OSError, what: str) -> LocalError:
+    """Return the error of a key file, whatever the name of the file that was opened for it."""
+    error.filename = error.filename2 = None
+    return disk_fault(error, what)
 
 
 def check_of(key: SigningKey) -> str:

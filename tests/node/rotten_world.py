@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
+import os
 import random
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, folder_parts, make_parcel, make_run, running
 
-from prime_node.adapters.storage import folder_blobs
-from prime_node.inside import open_regular
 from prime_protocol.verdict import RejectReason
 
 RUN = make_run()
@@ -46,11 +48,30 @@ def damage(path: Path, how: str, drawn: random.Random) -> None:
 
 def be_bad_sector(monkeypatch: pytest.MonkeyPatch, bad: Path) -> None:
     """Let the disk be unable to read one file: the kernel answers EIO for address 0 of a process."""
-    monkeypatch.setattr(
-        folder_blobs,
-        "open_regular",
-        lambda path, flags: open_regular(Path("/proc/self/mem") if path == bad else path, flags),
-    )
+    opened = os.open
+
+    def open_bad(path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        return opened("/proc/self/mem" if os.fspath(path) == str(bad) else path, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", open_bad)
+
+
+def be_bad_block(monkeypatch: pytest.MonkeyPatch, bad: Path, at: int) -> None:
+    """Let the disk be unable to read one byte of a file."""
+    opened = os.fdopen
+
+    class BadBlock(io.FileIO):
+        def readinto(self, buffer: Any) -> int | None:
+            if self.tell() <= at < self.tell() + len(buffer):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().readinto(buffer)
+
+    def open_bad(descriptor: int, *values: Any, **settings: Any) -> Any:
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == bad:
+            return io.BufferedReader(BadBlock(descriptor))
+        return opened(descriptor, *values, **settings)
+
+    monkeypatch.setattr(os, "fdopen", open_bad)
 
 
 def kinds_of(folder: Path) -> list[Path]:

@@ -30,6 +30,7 @@ from tests.node.worker_world import next_ring
 
 from prime_node.adapters.storage.folder_source import FolderSource
 from prime_node.broadcast.audit.audit import audit
+from prime_node.cli.key_request import known_of
 from prime_node.coordinator.api.requests import Caller, require_role
 from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.daemon import serve_coordinator
@@ -228,6 +229,26 @@ async def test_rings_are_in_force_after_a_restart(tmp_path: Path) -> None:
     async with running(await folder_parts(again, tmp_path)) as world:
         assert (again.keys.version, again.keys.current.validator) == (1, (NEW.key_id,))
         assert (await stamp_of(world)).key_ring == 1
+
+
+async def test_a_lost_ring_does_not_put_former_keys_back_in_force(tmp_path: Path) -> None:
+    """The coordinator started with the revoked keys, and signed timestamps that took its own earlier ones back."""
+    run = make_run()
+    async with running(await folder_parts(run, tmp_path)) as world:
+        await world.publish()
+        await world.post("/v1/keys", ring(world, validator=(NEW,)).to_bytes())
+    file = tmp_path / "public" / "keys" / "0001.json"
+    kept = file.read_bytes()
+    file.unlink()
+    with pytest.raises(LocalError, match=r"timestamp\.json names key ring 1, but keys/0001\.json is missing"):
+        async with running(await folder_parts(clients_run(run), tmp_path)):
+            pass
+    with pytest.raises(LocalError, match="key ring 1 was in force, and its file is missing"):
+        await known_of(str(tmp_path / "public"))  # the root would sign another ring 1
+    file.write_bytes(kept)
+    assert (await known_of(str(tmp_path / "public"))).run.keys.version == 1
+    async with running(await folder_parts(clients_run(run), tmp_path)) as world:
+        assert world.run.keys.current.validator == (NEW.key_id,)
 
 
 async def test_a_coordinator_whose_key_is_revoked_ends_and_its_successor_continues(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.node.archive_world import PART, offer, replayable, state_of
 from tests.node.batch_coordinator import BatchCoordinator
@@ -20,8 +21,9 @@ from tests.node.coordinator_world import (
     running,
 )
 from tests.node.publisher_world import make, publish
-from tests.node.rotten_world import be_bad_sector
+from tests.node.rotten_world import be_bad_block, be_bad_sector
 
+from prime_node.coordinator.api.blobs import BLOB_CHUNK_BYTES
 from prime_node.ports.transport import Unreachable
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -51,6 +53,27 @@ async def test_a_blob_that_the_disk_cannot_read_is_one_that_is_not_there(
         with pytest.raises(RemoteError, match="damaged") as caught:
             await world.client(TRAINER).blob(part)
         assert caught.value.code is ErrorCode.NOT_FOUND
+
+
+async def test_a_bad_sector_far_into_a_blob_is_the_answer_to_the_second_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer had begun, so its connection broke; a trainer that needed the blob asked for it without end."""
+    async with running(await folder_parts(make_run(), tmp_path)) as world:
+        blob = np.random.default_rng(1).bytes(3 * BLOB_CHUNK_BYTES)
+        digest, trainer = await world.parts.public.put(blob), world.client(TRAINER)
+        with monkeypatch.context() as patch:
+            be_bad_block(patch, blob_at(tmp_path, digest), 2 * BLOB_CHUNK_BYTES + 5)
+            with pytest.raises(Unreachable):
+                await trainer.blob(digest)
+            for _ in range(2):
+                with pytest.raises(RemoteError, match="damaged") as caught:
+                    await trainer.blob(digest)
+                assert caught.value.code is ErrorCode.NOT_FOUND
+            assert await trainer.blob(digest, end=2 * BLOB_CHUNK_BYTES) == blob[: 2 * BLOB_CHUNK_BYTES]
+        assert digest in caplog.text
+        assert "Traceback" not in caplog.text
+        assert await trainer.blob(digest) == blob, "the disk can read it again"
 
 
 @pytest.mark.parametrize("damage", [flip, lambda path, patch: be_bad_sector(patch, path)], ids=["bit", "sector"])

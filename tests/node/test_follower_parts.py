@@ -99,17 +99,20 @@ async def test_pieces_on_the_disk_are_hashed_again_and_kept_where_they_are_right
             raise Unreachable("the line is cut")
 
     source.before_blob = cut_after_five
+    path = tmp_path / "parts" / f"{encoding.parts[0].digest}.partial"
+
+    def here() -> list[int]:
+        data = path.read_bytes()
+        ends = [number * len(data) // 6 for number in range(7)]
+        return [number for number in range(6) if any(data[ends[number] + 100 : ends[number + 1] - 100])]
+
     async with following(make_follower(tmp_path, source)):
         await until(lambda: len(source.blobs_asked) == 5)
         await settle(source)
+        await until(lambda: len(here()) == 4)  # a thread of its own stores them
     assert len(source.blobs_asked) == 5
-    path = tmp_path / "parts" / f"{encoding.parts[0].digest}.partial"
     data = bytearray(path.read_bytes())
-    here = [
-        number for number in range(6) if any(data[number * len(data) // 6 + 100 : (number + 1) * len(data) // 6 - 100])
-    ]
-    assert len(here) == 4
-    data[here[0] * len(data) // 6 + 200] ^= 1
+    data[here()[0] * len(data) // 6 + 200] ^= 1
     path.write_bytes(data)
     source.before_blob = lambda _: None
     async with following(make_follower(tmp_path, source)) as follower:

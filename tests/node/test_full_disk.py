@@ -29,7 +29,9 @@ from prime_node.broadcast.publish.last_signed import LastSigned
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.cli.outcome import MAY_PASS, outcome_of
 from prime_node.files import replace, write_durably
+from prime_node.folder_lock import FolderLock
 from prime_node.inside import write_inside
+from prime_node.keyfile import keep_secret, load_or_create
 from prime_node.ports.store import LoggedEvent, Store
 from prime_node.trainer.checkpointing import Checkpoints
 from prime_node.trainer.state import Phase, TrainerState
@@ -111,6 +113,16 @@ async def test_a_database_on_a_full_disk_may_be_used_again_once_there_is_room(di
     await again.close()
 
 
+async def test_a_whole_database_on_a_full_disk_may_be_opened_once_there_is_room(disk: Path) -> None:
+    """It was a final fault, so that no service started the coordinator again: SQLite only says that it cannot read."""
+    await (await open_sqlite(disk / "state.sqlite", run=RUN)).close()
+    (disk / "balloon").write_bytes(bytes(shutil.disk_usage(disk).free))
+    with pytest.raises(TransientFault, match=r"state\.sqlite cannot be written .*: free some space"):
+        await open_sqlite(disk / "state.sqlite", run=RUN)
+    (disk / "balloon").unlink()
+    await (await open_sqlite(disk / "state.sqlite", run=RUN)).close()
+
+
 def test_a_full_disk_is_reported_and_the_checkpoint_before_stays_whole(disk: Path, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     backend = TorchBackend(model, seed=1, threads=1)
@@ -151,6 +163,9 @@ def writers(folder: Path, run: Callable[[Coroutine[Any, Any, object]], object]) 
         "validator: trust": lambda: run(trust.refresh()),
         "seed: parts": lambda: parts.write(digest_of(part), part),
         "trainer: signed.json": lambda: last_signed.note(trust_source.signed(0)),
+        "coordinator: secret": lambda: keep_secret(folder / "coordinator" / "assignment.secret", bytes(range(32))),
+        "seed: identity.key": lambda: load_or_create(folder / "seed" / "identity.key"),
+        "validator: lock": lambda: FolderLock(folder / "validator" / "new").release(),
         "coordinator: timestamp.json": lambda: run(documents.write("timestamp.json", part)),
     }
 

@@ -20,7 +20,30 @@ def test_first_use_makes_a_key_that_only_its_owner_can_read(tmp_path: Path) -> N
     key = load_or_create(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert load_or_create(path).key_id == key.key_id
-    assert [entry.name for entry in path.parent.iterdir()] == ["identity.key"]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["identity.id", "identity.key"]
+
+
+def test_a_lost_key_is_not_replaced_by_another_identity(tmp_path: Path) -> None:
+    path, away = tmp_path / "identity.key", tmp_path / "away"
+    key = load_or_create(path)
+    path.rename(away)
+    for _ in range(2):
+        with pytest.raises(LocalError, match=r"identity\.key: is missing, and \S+identity\.id names the key") as raised:
+            load_or_create(path)
+        assert "\n" not in str(raised.value)
+        assert not path.exists()
+    away.rename(path)
+    assert load_or_create(path).key_id == key.key_id
+    path.unlink()
+    (tmp_path / "identity.id").unlink()
+    assert load_or_create(path).key_id != key.key_id
+
+
+def test_the_id_next_to_a_key_is_that_of_the_present_one(tmp_path: Path) -> None:
+    first, second = load_or_create(tmp_path / "a.key"), load_or_create(tmp_path / "b.key")
+    (tmp_path / "b.key").replace(tmp_path / "a.key")
+    assert load_or_create(tmp_path / "a.key").key_id == second.key_id
+    assert (tmp_path / "a.id").read_text().strip() == second.key_id != first.key_id
 
 
 def test_two_identities_differ(tmp_path: Path) -> None:

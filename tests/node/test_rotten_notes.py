@@ -26,7 +26,7 @@ from prime_node.cli.outcome import outcome_of
 from prime_node.cli.plot import curve_of
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.wire_node import forget_address
-from prime_node.files import read_or_begin, write_durably
+from prime_node.files import DAMAGED, DAMAGED_MAX, read_or_begin, write_durably
 from prime_node.inside import write_inside
 from prime_node.observe import BestEffort, JsonLines, read_json_lines
 from prime_node.ports.clock import Clock
@@ -48,6 +48,20 @@ def test_a_file_that_cannot_be_read_is_kept_under_another_name_and_a_new_one_beg
     assert f"{path} cannot be read" in caplog.text
     write_durably(path, b"new")
     assert (read_or_begin(path), (tmp_path / "notes.damaged").is_dir()) == (b"new", True)
+
+
+def test_a_folder_keeps_the_newest_of_what_could_not_be_read(tmp_path: Path) -> None:
+    for number in range(2 * DAMAGED_MAX):
+        path = tmp_path / f"{number}"
+        path.mkdir()
+        (path / "kept").touch()
+        assert read_or_begin(path) == b""
+        left = sorted(tmp_path.iterdir())
+        assert (tmp_path / f"{number}{DAMAGED}" / "kept").exists()
+        assert len(left) == min(number + 1, DAMAGED_MAX)
+    for _ in range(2):  # it had a further suffix after each start, until its name was too long
+        assert read_or_begin(path.with_name(f"{path.name}{DAMAGED}")) == b""
+        assert sorted(tmp_path.iterdir()) == left
 
 
 def test_a_folder_in_the_place_of_a_file_is_named_in_one_line(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from prime_node.broadcast.swarm.peer import Peer
 from prime_node.cli import wire, wire_swarm
 from prime_node.cli.fetch import fetch_policy
 from prime_node.worker.config import WorkerConfig
-from prime_protocol.errors import LocalError
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.run_spec import JoinLink
 from prime_protocol.weights import root_of
 
@@ -91,6 +92,43 @@ async def test_what_a_disk_has_damaged_is_not_seeded_again(tmp_path: Path) -> No
         await again.restore()
         assert again.seed_store.newest == 0
         assert sum(held_encoding.is_whole for held_encoding in again.have_set) == 1
+
+
+async def test_a_part_that_is_removed_under_a_seeder_is_stored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was announced for as long as the seeder ran, and no peer got it."""
+    monkeypatch.setattr("prime_node.broadcast.seed.seeder.HEAD_WAIT_S", 0.05)
+    monkeypatch.setattr("prime_node.broadcast.seed.seeder.POLL_S", 0.05)
+    async with swarm(tmp_path) as made:
+        mirror, peer = await seeder(made, tmp_path / "seed")
+        part = (await made.publish()).manifest.encodings[0].parts[0].digest
+        await until(lambda: mirror.seed_store.newest == 0)
+        path = tmp_path / "seed" / "checkpoints" / "parts" / part
+        path.unlink()
+        async with wire.public_source(f"http://127.0.0.1:{peer.port}/#{made.world.run.digest}") as source:
+            with pytest.raises(RemoteError):
+                await source.blob(part)
+            assert f"{path} is damaged, or was removed" in caplog.text
+            await until(lambda: path.exists() and mirror.seed_store.newest == 0)
+            assert digest_of(await source.blob(part)) == part
+
+
+async def test_a_seeder_finds_what_its_disk_changes_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Peers got wrong bytes from it, and avoided it, until it was started again."""
+    for name, seconds in (("HEAD_WAIT_S", 0.05), ("POLL_S", 0.05), ("CHECK_S", 0.0)):
+        monkeypatch.setattr(f"prime_node.broadcast.seed.seeder.{name}", seconds)
+    async with swarm(tmp_path) as made:
+        mirror, _ = await seeder(made, tmp_path / "seed")
+        part = (await made.publish()).manifest.encodings[0].parts[0].digest
+        await until(lambda: mirror.seed_store.newest == 0)
+        path = tmp_path / "seed" / "checkpoints" / "parts" / part
+        whole = path.read_bytes()
+        path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        await until(lambda: path.exists() and path.read_bytes() == whole)
+        assert f"{path} is damaged, or was removed" in caplog.text
 
 
 async def test_fetch_exports_a_policy_that_peers_have(tmp_path: Path) -> None:

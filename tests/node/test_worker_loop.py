@@ -142,9 +142,13 @@ async def test_heartbeats_report_when_a_policy_was_usable_and_the_time_of_the_sw
             await world.clock.sleep(30.0)
             await super().load(weights, policy_version=policy_version)
 
-    working = asyncio.create_task(run_worker(world.worker(Slow()), world.stop))
-    await until(lambda: world.coordinator.accepted >= 1)
+    world.coordinator.leases_max = 1  # the clock moves only while no thread works, and each lease needs threads
+    worker = world.worker(Slow())
+    working = asyncio.create_task(run_worker(worker, world.stop))
+    await until(lambda: world.coordinator.accepted == 1 and world.coordinator.beats[-1].policy_version == 0)
     world.coordinator.publish_policy(table_weights(1))
+    await until(lambda: worker.follower.versions() == (0, 1))
+    world.coordinator.leases_max = 2
     await until(lambda: world.coordinator.beats[-1].policy_version == 1)
     world.stop.set()
     await working
@@ -264,8 +268,8 @@ async def test_an_engine_that_keeps_computing_something_else_ends_the_worker_wit
 
 async def test_receipts_are_kept_and_counted_across_restarts(tmp_path: Path) -> None:
     world = WorkerWorld(tmp_path)
+    world.coordinator.leases_max = 3  # the clock moves only while no thread works, and each lease needs threads
     worker = world.worker()
-    world.coordinator.after_upload = lambda: None
     task = asyncio.create_task(run_worker(worker, world.stop))
     await until(lambda: worker.receipts.tally().accepted >= 3 * 8)
     world.stop.set()

@@ -17,7 +17,7 @@ from prime_node.cli.outcome import MAY_PASS, REFUSED
 from prime_node.cli.place import HOME, parse_link, worker_folders
 from prime_node.cli.say import say
 from prime_node.folder_lock import FolderInUse, FolderLock
-from prime_node.keyfile import create_key, load_key, load_or_create
+from prime_node.keyfile import create_key, id_file, load_key, load_or_create
 from prime_protocol.delegation import Delegation
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.requests import RevokeRequest
@@ -199,7 +199,8 @@ def move_key(
 
     _require_no_worker()
     saved = write_backup(key, file, _passphrase(passphrase_file, is_new=True))
-    key.unlink()
+    for path in (id_file(key), key):
+        path.unlink(missing_ok=True)
     say(f"{file} holds key {saved.key_id}, and this machine has it no more")
     say(f"on the other machine: prime-node identity restore {file.name}")
     say(f"take {HOME / 'runs'} along too: it holds receipts, and bundles that are not uploaded")

@@ -22,7 +22,7 @@ from prime_node.cli.target import expected_run, open_source
 from prime_node.files import write_durably
 from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key
-from prime_node.ports.transport import Unreachable
+from prime_node.ports.transport import StatementSource, Unreachable
 from prime_protocol.envelope import (
     Envelope,
     PayloadType,
@@ -36,6 +36,7 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import ChainPoint, KeyChain, KeyRing, Role, RoleKeys
 from prime_protocol.manifest import open_manifest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
+from prime_protocol.timestamp import Timestamp
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +55,21 @@ async def known_of(target: str) -> Known:
             envelope = await source.run_spec()
             run = open_run_spec(envelope, pinned=expected_run(target) or envelope.digest)
             await fetch_key_rings(source, run.keys)
+            if not is_url(target):
+                await _require_rings(source, run.keys)
             head = await source.head()
             published = run.keys.published if head is None else open_manifest(head, run).point
     return Known(run, published, time.time_ns() // 1_000_000)
+
+
+async def _require_rings(source: StatementSource, keys: KeyChain) -> None:
+    """Raise LocalError if a folder lacks a key ring that was in force: the root would sign another one of that version."""
+    with contextlib.suppress(RemoteError):  # there is none yet
+        stamp = parse_json((await source.timestamp()).payload, Timestamp)
+        if stamp.key_ring > keys.version:
+            raise LocalError(
+                f"key ring {keys.version + 1} was in force, and its file is missing; restore it from a copy or a mirror"
+            )
 
 
 @contextlib.contextmanager

@@ -271,7 +271,8 @@ def with_file_at_hand(
     Raises LocalError. Files of the hub are fetched here: other programs share their cache, and environment code must not change
     it.
     """
-    from prime_node.adapters.environments.data_files import digest_of_file, find_file
+    from prime_node.adapters.environments.data_files import find_file
+    from prime_node.files import digest_of_file
 
     require_same_code(spec, settings.code_folder)
     if spec.id not in READERS:

@@ -58,8 +58,9 @@ def pin_datasets(config: RunConfig, settings: EnvironmentSettings) -> RunConfig:
 
     Raises LocalError for a missing file.
     """
-    from prime_node.adapters.environments.data_files import digest_of_file, find_file
+    from prime_node.adapters.environments.data_files import find_file
     from prime_node.cli.wire_own_code import pin_code
+    from prime_node.files import digest_of_file
 
     def pinned(environment: EnvironmentSpec) -> EnvironmentSpec:
         environment = pin_code(environment, settings.code_folder)

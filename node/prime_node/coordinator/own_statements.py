@@ -7,7 +7,13 @@ undamaged store is never behind one of them.
 
 from __future__ import annotations
 
-from prime_node.coordinator.api.statements import TIMESTAMP_NAME, stored_head, stored_statement, stored_timestamp
+from prime_node.coordinator.api.statements import (
+    TIMESTAMP_NAME,
+    key_ring_name,
+    stored_head,
+    stored_statement,
+    stored_timestamp,
+)
 from prime_node.coordinator.manifests import HEAD_NAME
 from prime_node.coordinator.state.records import State
 from prime_node.ports.documents import Documents
@@ -23,7 +29,7 @@ from prime_protocol.run_spec import PinnedRun
 async def require_own_statements(
     run: PinnedRun, key: SigningKey, published: Documents, private: Documents, store: Store, state: State
 ) -> LedgerHead | None:
-    """Return the last ledger head that may have been shown. Raise LocalError if the store is behind a document.
+    """Return the last ledger head that may have been shown. Raise LocalError if the store or the key rings are behind a document.
 
     A document whose signature fails is damaged: it is named in the log and counts as missing, and is soon written again.
     """
@@ -39,6 +45,11 @@ async def require_own_statements(
                 "an older copy. Set coordinator.store to the store that the run used, take that one along with "
                 "`prime-node coordinator move`, or put back a newer copy"
             )
+    if stamp is not None and stamp.key_ring > run.keys.version:  # former keys would count again
+        raise LocalError(
+            f"{TIMESTAMP_NAME} names key ring {stamp.key_ring}, but {key_ring_name(run.keys.version + 1)} is missing in the "
+            "published folder; restore it from a copy or a mirror"
+        )
     head = await stored_head(run, private, key)
     if head is None or head.num_entries == 0:
         return head

@@ -36,19 +36,16 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from blake3 import blake3
 from pydantic import ValidationError
 
-from prime_node.files import PASSING_FAULTS, sync
+from prime_node.files import DAMAGED, PASSING_FAULTS, digest_of_file, sync
 from prime_node.trainer.state import Phase, TrainerState
 from prime_protocol.errors import LocalError, TransientFault
 
 log = logging.getLogger(__name__)
 
 _STATE_FILE, _DIGESTS_FILE = "state.json", "digests.json"
-_PARTIAL, _DAMAGED = ".partial", ".damaged"
-BLOCK_BYTES = 2**26
-"""Bytes of a file that are read and hashed together."""
+_PARTIAL = ".partial"
 
 
 class Checkpoints:
@@ -85,7 +82,7 @@ class Checkpoints:
         with self._cleaning(partial):
             write()
             (partial / _STATE_FILE).write_text(state.model_dump_json(indent=1), encoding="utf-8")
-            digests = {path.name: _digest_of_file(path) for path in sorted(partial.iterdir())}
+            digests = {path.name: digest_of_file(path) for path in sorted(partial.iterdir())}
             (partial / _DIGESTS_FILE).write_text(json.dumps(digests, indent=1), encoding="utf-8")
             for path in (*partial.iterdir(), partial):
                 sync(path)
@@ -94,7 +91,7 @@ class Checkpoints:
         for old in self._usable(head)[: -self._kept]:
             if not self._is_kept(old):
                 shutil.rmtree(old)
-        for damaged in self._folder.glob(f"*{_DAMAGED}"):
+        for damaged in self._folder.glob(f"*{DAMAGED}"):
             shutil.rmtree(damaged)
 
     @contextlib.contextmanager
@@ -155,13 +152,13 @@ class Checkpoints:
             if fault is None:
                 return path
             log.error("%s; resuming from the checkpoint before it, if there is one. Check the disk", fault)
-            aside = path.with_suffix(_DAMAGED)
+            aside = path.with_suffix(DAMAGED)
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
         return None
 
     def _damaged(self) -> list[Path]:
-        return sorted(self._folder.glob(f"*{_DAMAGED}"))
+        return sorted(self._folder.glob(f"*{DAMAGED}"))
 
     def _begin_again(self, damaged: Sequence[Path], head: int) -> None:
         """Permit a start from the initial weights: the publisher compares each policy that is published already.
@@ -171,13 +168,13 @@ class Checkpoints:
         if self._durable([path.with_suffix("") for path in damaged], head):
             raise LocalError(
                 f"no checkpoint in {self._folder} is intact, the damaged ones are {', '.join(path.name for path in damaged)}:"
-                f" restore one from a copy, or remove the suffix {_DAMAGED} and its {_DIGESTS_FILE} to load it as it is"
+                f" restore one from a copy, or remove the suffix {DAMAGED} and its {_DIGESTS_FILE} to load it as it is"
             )
         log.error("no checkpoint in %s is intact: computing all steps again from the initial weights", self._folder)
 
     def _complete(self) -> list[Path]:
         """Return the complete checkpoints, oldest first."""
-        return sorted(path for path in self._folder.glob("*-*") if path.suffix not in {_PARTIAL, _DAMAGED})
+        return sorted(path for path in self._folder.glob("*-*") if path.suffix not in {_PARTIAL, DAMAGED})
 
     def _usable(self, head: int) -> list[Path]:
         return [path for path in self._complete() if _step_of(path) <= head + 1]
@@ -196,7 +193,7 @@ def _fault_of(path: Path) -> str | None:
         written = dict[str, str](json.loads(read.read_bytes()))
         for name, digest in written.items():
             read = path / name
-            if _digest_of_file(read) != digest:
+            if digest_of_file(read) != digest:
                 return f"{read} is not what was written"
     except (ValueError, TypeError, FileNotFoundError) as error:
         return f"{read} is damaged: {error}"
@@ -205,15 +202,6 @@ def _fault_of(path: Path) -> str | None:
             return f"{read} is damaged: {error}"
         raise LocalError(f"{read} cannot be read: {error}; start the trainer again once it can") from None
     return None
-
-
-def _digest_of_file(path: Path) -> str:
-    """Return the digest of a file. It is not mapped: a bad sector would end the process by SIGBUS. Raises OSError."""
-    digest = blake3(max_threads=blake3.AUTO)
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _name_of(state: TrainerState) -> str:

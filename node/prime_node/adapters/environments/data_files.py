@@ -8,13 +8,10 @@ whose content the run's author already knows.
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from prime_node.adapters.environments.hub_files import PREFIX, hub_file
-from prime_protocol.digest import digest_of_all
-
-CHUNK_BYTES = 2**20
 
 
 def find_file(path: str, folder: Path | None, *, hidden: Sequence[Path] = (), hub_bytes_max: int = 0) -> Path:
@@ -42,14 +39,3 @@ def find_file(path: str, folder: Path | None, *, hidden: Sequence[Path] = (), hu
     if not stat.S_ISREG(found.stat().st_mode):
         raise ValueError(f"options.path = {path!r} is not a regular file")
     return found
-
-
-def digest_of_file(path: Path) -> str:
-    """Return the digest of a file. Raises OSError."""
-
-    def chunks() -> Iterator[bytes]:
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
-
-    return digest_of_all(chunks())

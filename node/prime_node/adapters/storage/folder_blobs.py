@@ -89,7 +89,7 @@ class FolderBlobs:
             os.utime(path)  # the blob is young again for `digests`
         else:
             if not path.parent.exists():
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 sync(self._folder)
             write_durably(path, data, partial_folder=self._partial)
         return digest

@@ -5,14 +5,19 @@ makes each commit survive power loss.
 
 SQLite drops what follows a damaged frame of the WAL without an error. So a file next to the database, `*-tail`, holds the numbers
 of the last rows. It is written after each commit, without a sync: a kill leaves it whole, and a power loss perhaps an older one.
+
+SQLite also writes to a file that another program has removed, and a restart has none of these rows. Where only the database is
+missing, it removes the WAL, with all that this holds. So both are looked for, at the start and after each commit.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
+import shutil
 import sqlite3
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +34,8 @@ from prime_node.adapters.storage.schema_versions import (
     require_run,
 )
 from prime_node.adapters.storage.sql_store import TABLES, Batch, SqlStore
+from prime_node.files import sync
+from prime_node.inside import naming, read_regular
 from prime_node.ports.store import StoreConflict
 from prime_protocol.errors import LocalError, TransientFault
 from prime_protocol.visible import printable
@@ -53,6 +60,8 @@ _OF_DISK = (
     sqlite3.SQLITE_IOERR,
 )
 """Errors that say nothing about the file's content."""
+_SHM_BYTES = 2**15
+"""Bytes of a new `*-shm`; without room for them, SQLite says that the disk cannot be read or written."""
 _INDEX = re.compile(r"CREATE (UNIQUE )?INDEX (IF NOT EXISTS )?\w+ ON \w+ \(\w+(, \w+)*\)")
 """An index of columns alone."""
 
@@ -90,7 +99,14 @@ class SqliteDatabase:
     def __init__(self, path: Path) -> None:
         self.place = str(path)
         self._path = path
-        self._tail = path.with_name(f"{path.name}-tail")
+        self._wal, self._tail = (path.with_name(f"{path.name}{end}") for end in ("-wal", "-tail"))
+        left = [str(file) for file in (self._wal, self._tail) if file.exists()]
+        if left and not (path.exists() and path.stat().st_size):
+            raise LocalError(
+                f"{path} is missing or empty, but not {' and '.join(left)}: put back a copy of the run's folder"
+            )
+        self._files = (0, 0)
+        """Inodes of the open files."""
         self._writer, self._reader = _connect(path), _connect(path)
         self._writing, self._reading = (ThreadPoolExecutor(1, thread_name_prefix="sqlite") for _ in range(2))
 
@@ -118,7 +134,9 @@ class SqliteDatabase:
 
     async def migrate(self, run: str) -> StoreInfo:
         """Bring the tables to the version of this release. A new database becomes that of `run`."""
-        return await self._write(self._transact, self._migrate, run)
+        info: StoreInfo = await self._write(self._transact, self._migrate, run)
+        self._files = self._inodes()
+        return info
 
     async def fetch(self, query: str, *values: Any) -> Sequence[Sequence[Any]]:
         """Return the rows of a query. Raises LocalError, for example for a damaged page."""
@@ -230,7 +248,7 @@ class SqliteDatabase:
     def _read_tail(self) -> tuple[int, ...] | None:
         """Return the last event, change and ledger line that were written; None if that is unknown."""
         try:
-            *numbers, digest = self._tail.read_bytes()[:_TAIL_BYTES_MAX].decode("ascii").split()
+            *numbers, digest = read_regular(self._tail)[:_TAIL_BYTES_MAX].decode("ascii").split()
             if len(numbers) == len(_TAIL_TABLES) and digest == row_digest(*numbers):
                 return tuple(map(int, numbers))
         except FileNotFoundError:
@@ -244,13 +262,45 @@ class SqliteDatabase:
         line = " ".join(map(str, (*numbers, row_digest(*numbers))))
         descriptor = os.open(self._tail, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
-            os.pwrite(descriptor, f"{line:<{_TAIL_BYTES_MAX - 1}}\n".encode(), 0)
+            with naming(self._tail):
+                os.pwrite(descriptor, f"{line:<{_TAIL_BYTES_MAX - 1}}\n".encode(), 0)
         finally:
             os.close(descriptor)
+
+    def _inodes(self) -> tuple[int, int]:
+        return _inode(self._path), _inode(self._wal)
+
+    def _require_in_place(self) -> None:
+        """Check that the open files still have their names. Otherwise write down what they hold, and raise LocalError."""
+        if (found := self._inodes()) == self._files:
+            return
+        saved = self._path.with_name(f"{self._path.name}-saved")
+        try:
+            saved.parent.mkdir(parents=True, exist_ok=True)
+            saved.unlink(missing_ok=True)
+            with contextlib.closing(sqlite3.connect(saved)) as copy:
+                self._writer.backup(copy)
+            sync(saved)
+            if found[0] not in (0, self._files[0]):
+                raise LocalError(
+                    f"another file was put in the place of {self._path} while this coordinator used it. What it used is in "
+                    f"{saved}: keep the right one under the first name, then start again"
+                )
+            for file in (self._wal, self._path.with_name(f"{self._path.name}-shm")):
+                file.unlink(missing_ok=True)  # of the removed file: SQLite would write it into the new one
+            saved.replace(self._path)
+            sync(self._path.parent)
+        except sqlite3.Error as error:
+            raise _unwritable(saved, error) from error
+        raise TransientFault(
+            f"{self._path} or its -wal was removed while this coordinator used it; it is written again with all that it held: "
+            "start again"
+        )
 
     def _append(self, batch: Batch) -> None:
         """Write a batch and the tail: one visit of the thread for both."""
         self._transact(self._insert, batch)
+        self._require_in_place()
         self._write_tail(
             batch.events[-1].number if batch.events else -1,
             batch.first_change + len(batch.receipts) - 1 or -1,  # the first change is 1
@@ -313,14 +363,25 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def _inode(path: Path) -> int:
+    """Return a file's inode; 0 if there is no file."""
+    try:
+        return os.stat(path).st_ino  # noqa: PTH116 - for each batch
+    except FileNotFoundError:
+        return 0
+
+
 def _unusable(path: Path, error: sqlite3.DatabaseError) -> LocalError:
     if getattr(error, "sqlite_errorcode", 0) & _PRIMARY in _OF_DISK:
         return _unwritable(path, error)
     return LocalError(f"{path} cannot be used ({error}): put back a copy of the run's folder")
 
 
-def _unwritable(path: Path, error: sqlite3.DatabaseError) -> LocalError:
-    if getattr(error, "sqlite_errorcode", 0) & _PRIMARY == sqlite3.SQLITE_FULL:
+def _unwritable(path: Path, error: sqlite3.Error) -> LocalError:
+    is_full = False
+    with contextlib.suppress(OSError):
+        is_full = shutil.disk_usage(path.parent).free < _SHM_BYTES
+    if is_full or getattr(error, "sqlite_errorcode", 0) & _PRIMARY == sqlite3.SQLITE_FULL:
         return TransientFault(f"{path} cannot be written ({error}): free some space, then start again")
     return LocalError(f"{path} cannot be written ({error}): check the disk and who may write there, then start again")
 

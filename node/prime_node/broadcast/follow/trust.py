@@ -389,7 +389,9 @@ class Trust:
             self.run.calibrations.add(envelope)
 
     def _write(self, name: str, envelope: Envelope) -> None:
+        path = place(self._folder, name)
         try:
-            write_durably(place(self._folder, name), envelope.to_bytes())
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, envelope.to_bytes())
         except OSError as error:
             raise disk_fault(error, f"folder {self._folder}") from None

@@ -104,6 +104,19 @@ class SeedStore:
         self._have_set.keep_only(digests)
         self._parts.keep_only(digests)
 
+    async def check(self) -> None:
+        """Compare every stored byte with its digest, and forget what is damaged. Raises OSError."""
+        for encoding in [*self._here.values()]:
+            await asyncio.to_thread(self._parts.are_sound, encoding.blobs)
+
+    def forget_lost(self) -> None:
+        """Forget the encodings whose parts were found damaged or removed, so that the newest policy's are stored again."""
+        for name, encoding in [*self._here.items()]:
+            if not all(self._parts.has(blob.digest) for blob in encoding.blobs):
+                del self._here[name]
+                self._have_set.remove(encoding.index.digest)
+                self.newest = -1 if name[0] == self.newest else self.newest
+
     def _is_whole(self, signed: SignedManifest) -> None:
         self.newest = max(self.newest, signed.manifest.policy_version)
         self._have_set.advance_head(self.newest)

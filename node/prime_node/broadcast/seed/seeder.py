@@ -39,6 +39,8 @@ HEAD_WAIT_S = 10.0
 POLL_S = 1.0
 PAUSE_S = 5.0
 """Pause in seconds after a policy that could not be fetched."""
+CHECK_S = 86_400.0
+"""Seconds between two comparisons of all stored bytes with their digests: peers that get wrong ones avoid this seeder."""
 
 
 class Seeder:
@@ -91,8 +93,13 @@ class Seeder:
         raise AssertionError("following does not end")
 
     async def _follow(self) -> NoReturn:
+        checked_s = self._clock.monotonic_s()
         while True:
             asked_s = self._clock.monotonic_s()
+            if asked_s >= checked_s + CHECK_S:
+                await self._checked()
+                checked_s = asked_s
+            self.seed_store.forget_lost()
             await self.heads.look(wait_s=HEAD_WAIT_S if self.heads.newest <= self.seed_store.newest else 0.0)
             if self.heads.newest <= self.seed_store.newest:
                 pause_s = max(0.0, POLL_S - (self._clock.monotonic_s() - asked_s))
@@ -103,6 +110,12 @@ class Seeder:
             except (RemoteError, Unreachable) as error:
                 log.warning("policy %d: %s; fetching the head again", self.heads.newest, error)
                 await self._clock.sleep(PAUSE_S)
+
+    async def _checked(self) -> None:
+        try:
+            await self.seed_store.check()
+        except OSError as error:
+            raise disk_fault(error, f"folder {self._folder}") from None
 
     def manifest_at_hand(self, policy_version: int) -> Envelope | None:
         """Return a verified manifest to serve to peers, or None if it is not held."""

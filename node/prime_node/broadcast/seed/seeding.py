@@ -95,4 +95,6 @@ class Seeding:
         """Return bytes [start, end) of a blob, from disk if they are there."""
         size = self._parts.size(digest)
         here = None if size is None else await asyncio.to_thread(self._parts.get, digest, start, end or size)
-        return await self._port.blob(digest, start=start, end=end) if here is None else here
+        if here is not None and len(here) == (end or size or 0) - start:  # it may have been cut short
+            return here
+        return await self._port.blob(digest, start=start, end=end)

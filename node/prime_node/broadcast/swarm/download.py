@@ -106,8 +106,8 @@ class Downloads:
     ) -> None:
         """Fetch an encoding: its index, from the disk or a source, then its parts into the function that `begin` returns.
 
-        `on_bytes` gets the number of verified bytes, from the disk or from a source. Raises what `Download.run` raises, and
-        RemoteError for an index that does not match the manifest.
+        `on_bytes` gets the number of verified bytes, from the disk or from a source. Raises what `Download.run` raises,
+        RemoteError for an index that does not match the manifest, and Unreachable if a file is removed meanwhile.
         """
         preparing = asyncio.create_task(self.plan.prepare())  # connections are there when the index is
         try:
@@ -118,6 +118,8 @@ class Downloads:
             index = open_index(packed, encoding, manifest.tensors)
             on_bytes(encoding.index.size)
             await Download(self, encoding, index, await begin(index), on_bytes).run()
+        except FileNotFoundError as error:
+            raise Unreachable(f"{error.filename} was removed by another program; fetching it again") from None
         finally:
             preparing.cancel()
             await asyncio.gather(preparing, return_exceptions=True)

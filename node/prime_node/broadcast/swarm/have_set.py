@@ -137,6 +137,11 @@ class HaveSet:
             if not places:
                 del self._where[part.digest]
 
+    def lose(self, digest: str) -> None:
+        """Remove the encodings with a part that is no longer on disk."""
+        for name, _ in [*self._where.get(digest, ())]:
+            self.remove(name)
+
     def keep_only(self, digests: set[str]) -> None:
         """Remove the encodings with blobs other than `digests`: those were removed from the disk."""
         for name in [

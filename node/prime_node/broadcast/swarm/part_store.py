@@ -2,26 +2,30 @@
 
 Invariant: a file named by a digest alone has that digest, and appears under that name whole. A part being downloaded is in
 `<digest>.partial`: verified pieces are written at their offsets, holes are zero. No record says which pieces are there. After
-a restart the bytes are hashed again, because a disk is trusted no more than a peer. Files with other names, and entries that
-are not regular files (a symbolic link would be served to strangers), are neither read nor removed.
+a restart the bytes are hashed again, because a disk is trusted no more than a peer. A file that another program has removed or
+cut short, or that has a bad sector, counts as absent. Files with other names, and entries that are not regular files (a symbolic
+link would be served to strangers), are neither read nor removed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
+from prime_node.files import digest_of_file
 from prime_node.inside import NotRegular, naming, open_regular, place, read_regular
-from prime_protocol.digest import digest_of, digest_of_all
+from prime_protocol.digest import digest_of
 from prime_protocol.manifest import PartEntry
+
+log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 _DIGEST = re.compile("[0-9a-f]{64}")
-READ_BYTES = 2**20
-"""Bytes in memory at a time while a whole part is read."""
 
 
 class PartStore:
@@ -49,11 +53,12 @@ class PartStore:
             return None
         try:
             data = read_regular(self._whole(entry.digest))
-        except (FileNotFoundError, NotRegular):
+        except OSError as error:
+            _require_lost(error)
             data = b""
         if len(data) == entry.size and digest_of(data) == entry.digest:
             return data
-        self.remove(entry.digest)
+        self.drop(entry.digest)
         return None
 
     def are_sound(self, entries: Collection[PartEntry]) -> bool:
@@ -61,8 +66,8 @@ class PartStore:
         for entry in entries:
             if entry.digest not in self._sizes:
                 return False
-            if digest_of_all(_in_turn(self._whole(entry.digest))) != entry.digest:
-                self.remove(entry.digest)
+            if _digest_of(self._whole(entry.digest)) != entry.digest:
+                self.drop(entry.digest)
                 return False
         return True
 
@@ -73,6 +78,7 @@ class PartStore:
         if not self._has_room(len(data)):
             return False
         partial = self._partial(digest)
+        self._folder.mkdir(parents=True, exist_ok=True)
         partial.unlink(missing_ok=True)
         with naming(self._whole(digest)), partial.open("xb") as file:
             file.write(data)
@@ -106,6 +112,7 @@ class PartStore:
         if entry.digest not in self._begun and not self._has_room(entry.size):
             return False
         self._sizes.pop(entry.digest, None)
+        self._folder.mkdir(parents=True, exist_ok=True)
         descriptor = open_regular(self._partial(entry.digest), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with naming(self._partial(entry.digest)), os.fdopen(descriptor, "wb") as file:
             file.truncate(entry.size)
@@ -141,10 +148,10 @@ class PartStore:
         if entry.digest in self._sizes:
             return True
         partial, whole = self._partial(entry.digest), self._whole(entry.digest)
-        if digest_of_all(_in_turn(partial)) == entry.digest:
+        if _digest_of(partial) == entry.digest:
             with contextlib.suppress(FileNotFoundError):
                 partial.replace(whole)
-        elif digest_of_all(_in_turn(whole)) != entry.digest:
+        elif _digest_of(whole) != entry.digest:
             return False
         self._begun.pop(entry.digest, None)
         self._sizes[entry.digest] = entry.size
@@ -156,12 +163,12 @@ class PartStore:
         for path in (whole, self._partial(digest), whole):  # it may be completed in the meantime
             try:
                 descriptor = open_regular(path, os.O_RDONLY)
-            except (FileNotFoundError, NotRegular):
-                continue
-            try:
-                return os.pread(descriptor, end - start, start)
-            finally:
-                os.close(descriptor)
+                try:
+                    return os.pread(descriptor, end - start, start)
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                _require_lost(error)
         return None
 
     def get_cached(self, digest: str, start: int, end: int) -> bytes | None:
@@ -190,6 +197,11 @@ class PartStore:
         for digest in (self._sizes.keys() | self._begun.keys()) - set(digests):
             self.remove(digest)
 
+    def drop(self, digest: str) -> None:
+        """Remove a part whose bytes were found to be lost."""
+        log.warning("%s is damaged, or was removed: it is no longer served. Check the disk", self._whole(digest))
+        self.remove(digest)
+
     def _has_room(self, num_bytes: int) -> bool:
         return sum(self._sizes.values()) + sum(self._begun.values()) + num_bytes <= self._bytes_max
 
@@ -201,18 +213,22 @@ class PartStore:
 
     def remove(self, digest: str) -> None:
         """Remove a part, whole or partial."""
+        self._sizes.pop(digest, None)  # first: a reader in another thread would take it for lost
+        self._begun.pop(digest, None)
         self._whole(digest).unlink(missing_ok=True)
         self._partial(digest).unlink(missing_ok=True)
-        self._sizes.pop(digest, None)
-        self._begun.pop(digest, None)
 
 
-def _in_turn(path: Path) -> Iterator[bytes]:
-    """Yield a file's bytes in blocks; nothing if there is no file."""
+def _digest_of(path: Path) -> str:
+    """Return a file's digest; empty if its bytes are lost."""
     try:
-        descriptor = open_regular(path, os.O_RDONLY)
-    except (FileNotFoundError, NotRegular):
-        return
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
-        while data := file.read(READ_BYTES):
-            yield data
+        return digest_of_file(path)
+    except OSError as error:
+        _require_lost(error)
+        return ""
+
+
+def _require_lost(error: OSError) -> None:
+    """Raise an error of reading again, unless it says that the bytes are lost."""
+    if not isinstance(error, (FileNotFoundError, NotRegular)) and error.errno != errno.EIO:
+        raise error

@@ -219,6 +219,9 @@ class PeerService:
 
         data = await asyncio.to_thread(read)
         if data is None or len(data) != end - start:
+            if file is None and self.parts.has(digest):
+                self.parts.drop(digest)
+                self.have_set.lose(digest)
             raise RemoteError(ErrorCode.NOT_FOUND, f"blob {digest} has just been removed")
         return data
 

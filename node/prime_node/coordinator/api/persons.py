@@ -69,7 +69,7 @@ class PersonRules:
             )
         if worker is not None and worker.revoked_at_ms:  # (4)
             raise RemoteError(
-                ErrorCode.REVOKED, "its person has revoked this key: move identity.key away, and authorise the new key"
+                ErrorCode.REVOKED, "its person has revoked this key: move identity.* away, and authorise the new key"
             )
         if (ban := state.banned_persons.get(delegation.person)) is not None:  # (5)
             raise RemoteError(ErrorCode.BANNED, f"the person of this machine is banned: {ban.reason}")
