@@ -13,16 +13,21 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from tests.node.coordinator_world import ANNA, make_run, memory_parts, running
 from tests.node.crowd_world import persist
+from tests.node.served_world import RUN, serving_parts, work_through
+from tests.node.worker_world import WORKER
 from tests.time_world import until
 
 from prime_node.adapters.name_lookups import WAIT_S_MAX
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.direct_upload import put_directly
 from prime_node.adapters.web.http_client import HttpClient
+from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.keyfile import load_or_create
 from prime_node.ports.transport import Unreachable
 
@@ -116,6 +121,71 @@ async def ill(folder: Path) -> None:
         print(f"and again by {server.mode} answers")
 
 
+class Forwarder:
+    """Forwards TCP connections to a port of this machine, and calls `uploading` when a bundle is sent for the first time."""
+
+    def __init__(self, port: int, uploading: Callable[[], None]) -> None:
+        self._port = port
+        self._uploading: Callable[[], None] | None = uploading
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def start(self) -> int:
+        """Listen, and return the port."""
+        server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        port: int = server.sockets[0].getsockname()[1]
+        return port
+
+    def cut(self) -> None:
+        """End all connections, as a router does that starts again."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        other_reader, other_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += (writer, other_writer)
+        await asyncio.gather(self._pipe(reader, other_writer), self._pipe(other_reader, writer))
+
+    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(2**16):
+                if self._uploading is not None and data.startswith(b"POST /v1/rollouts"):
+                    self._uploading, uploading = None, self._uploading
+                    uploading()
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+
+
+async def midrun(folder: Path) -> None:
+    """Let the name server and all connections fail while a worker sends its first bundle, until it says so."""
+    server, away = NameServer(), asyncio.Event()
+    server.mode = "right"
+    parts = await serving_parts()
+    parts = replace(
+        parts, config=CoordinatorConfig.model_validate({**parts.config.model_dump(), "hosts": ("run.test",)})
+    )
+    async with running(parts) as world:
+
+        def fail() -> None:
+            server.mode = "servfail"
+            forwarder.cut()
+
+        def say(line: str) -> None:
+            if server.mode == "servfail" and "coordinator unreachable" in line:
+                server.mode = "right"
+                away.set()
+
+        forwarder = Forwarder(int(world.url.rpartition(":")[2]), fail)
+        url = f"http://run.test:{await forwarder.start()}"
+        async with HttpClient(url, run=RUN.digest, clock=SystemClock(), key=WORKER) as client:
+            worker, _ = await work_through(world, folder, client=client, say=say)
+        tally = worker.receipts.tally()
+        assert away.is_set()
+        assert tally.accepted > 0
+        print(f"drained, {'all accepted' if not tally.refused and not tally.pending else tally}")
+
+
 async def roles(folder: Path) -> None:
     """Start all roles while no name server answers, tell them to end, and at last let it answer them."""
     server, run = NameServer(), make_run()
@@ -164,4 +234,4 @@ async def _line(stream: asyncio.StreamReader, text: str) -> str:
 
 
 if __name__ == "__main__":
-    asyncio.run({"crowd": crowd, "ill": ill, "roles": roles}[sys.argv[1]](Path(sys.argv[2])))
+    asyncio.run({"crowd": crowd, "ill": ill, "midrun": midrun, "roles": roles}[sys.argv[1]](Path(sys.argv[2])))

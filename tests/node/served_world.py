@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.node.aged_process import Digits
@@ -84,14 +85,16 @@ async def serving_parts() -> Parts:
     return parts
 
 
-async def work_through(world: World, folder: Path) -> tuple[Worker, list[TrainBatch]]:
-    """Run a whole run with one worker, and return the worker and the batch of each step."""
-    clock, client, rng = world.parts.clock, world.client(WORKER), random.Random(1)
+async def work_through(
+    world: World, folder: Path, *, client: HttpClient | None = None, say: Callable[[str], None] = lambda line: None
+) -> tuple[Worker, list[TrainBatch]]:
+    """Run a whole run with one worker, and return the worker and the batch of each step. `say` gets its status lines."""
+    clock, client, rng = world.parts.clock, client or world.client(WORKER), random.Random(1)
     pool = SourcePool([("http", client)], clock=clock, rng=rng)
     pinned = await fetch_run(RUN.digest, client, clock=clock)
     worker = Worker(
         run=pinned,
-        config=WorkerConfig.model_validate({"rollouts_max": 8, "receipts_seconds": 3_600.0}),
+        config=WorkerConfig.model_validate({"rollouts_max": 8, "receipts_seconds": 3_600.0, "status_seconds": 0.2}),
         key=WORKER,
         coordinator=client,
         engine_info=TableEngine().info,
@@ -101,6 +104,7 @@ async def work_through(world: World, folder: Path) -> tuple[Worker, list[TrainBa
         folder=folder,
         clock=clock,
         rng=rng,
+        say=say,
     )
     working = asyncio.create_task(run_worker(worker, asyncio.Event()))
     validating = asyncio.create_task(validate(world.client(COORDINATOR)))

@@ -246,6 +246,11 @@ async def test_an_ill_name_server_is_named_and_its_late_answer_is_used(tmp_path:
 
 
 @pytest.mark.slow
+async def test_a_worker_whose_names_and_connections_fail_during_a_run_says_so_and_loses_nothing(tmp_path: Path) -> None:
+    assert await with_name_server(tmp_path, "midrun", "timeout:1 attempts:1") == ["drained, all accepted"]
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(500)
 async def test_each_role_waits_for_a_name_server_says_so_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
     """Before, SIGTERM ended a worker after 45 s: the process waited for the look-up."""
