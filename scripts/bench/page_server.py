@@ -1,4 +1,4 @@
-"""A coordinator with many workers and a recorded history, for a browser: the server of page.py and of page_pictures.py.
+"""A coordinator with many workers and a recorded history, for a browser: the server of page.py.
 
 The state, the page and the HTTP server are the product's own. Joins, heartbeats and verdicts do not arrive over HTTP here, but
 are decided and reported directly: they would cost more than the page, which is to be measured.
@@ -31,6 +31,7 @@ from prime_node.coordinator.assembly import Coordinator, Parts, open_coordinator
 from prime_node.coordinator.state import events as ev
 from prime_protocol.identity import SigningKey
 from prime_protocol.requests import HeartbeatRequest, WorkerState
+from prime_protocol.telemetry import DownloadReport
 from prime_protocol.verdict import RejectReason
 
 BEAT_S = 0.05
@@ -57,8 +58,6 @@ class PageServer:
 
     url: str
     digest: str
-    run_spec: bytes
-    """Signed RunSpec of the invented run."""
     process: int
     pipe: Connection
 
@@ -70,27 +69,27 @@ class PageServer:
 
 
 @contextlib.contextmanager
-def page_server(num_workers: int, *, hostile: bool = True) -> Iterator[PageServer]:
-    """Run the server. `hostile`: some workers have names that try to do harm."""
+def page_server(num_workers: int) -> Iterator[PageServer]:
+    """Run the server. Some workers have names that try to do harm."""
     here, there = multiprocessing.Pipe()
-    process = SPAWN.Process(target=_run, args=(num_workers, there, hostile), daemon=True)
+    process = SPAWN.Process(target=_run, args=(num_workers, there), daemon=True)
     process.start()
     try:
         assert here.poll(120), "the server did not start"
-        port, digest, run_spec = here.recv()
+        port, digest = here.recv()
         assert process.pid is not None
-        yield PageServer(f"http://127.0.0.1:{port}", digest, run_spec, process.pid, here)
+        yield PageServer(f"http://127.0.0.1:{port}", digest, process.pid, here)
     finally:
         process.kill()
         process.join()
 
 
-def _run(num_workers: int, pipe: Connection, hostile: bool) -> None:
+def _run(num_workers: int, pipe: Connection) -> None:
     use_fast_loop()
-    asyncio.run(_serve(num_workers, pipe, hostile))
+    asyncio.run(_serve(num_workers, pipe))
 
 
-async def _serve(num_workers: int, pipe: Connection, hostile: bool) -> None:
+async def _serve(num_workers: int, pipe: Connection) -> None:
     run = make_run(
         name="sums",
         title="Two-digit sums",
@@ -108,14 +107,14 @@ async def _serve(num_workers: int, pipe: Connection, hostile: bool) -> None:
     tokens = {key: 400_000 // (place + 2) for place, key in enumerate(keys)}
     coordinator = await open_coordinator(parts)
     writing = asyncio.create_task(coordinator.journal.write(lambda _: None))
-    _fill(coordinator, parts, keys, 0 if hostile else 8)
+    _fill(coordinator, parts, keys)
     await parts.private.write("history.json", recorded_history(STEPS, tokens, now_ms=parts.clock.now_ms()))
     await coordinator.history.restore()
     of = coordinator
     served = serve_endpoints(of.handlers, of.gate, of.decisions, parts.clock, parts.metrics)
     routes = [endpoint.route() for endpoint in served]
     port = await parts.web.start(routes, host="0.0.0.0", port=0)
-    pipe.send((port, run.digest, run.envelope.to_bytes()))
+    pipe.send((port, run.digest))
     changes: asyncio.Task[None] | None = None
     asked: asyncio.Queue[str] = asyncio.Queue()
     asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: asked.put_nowait(pipe.recv()))
@@ -131,13 +130,13 @@ async def _serve(num_workers: int, pipe: Connection, hostile: bool) -> None:
         pipe.send(coordinator.feed.num_ticks)
 
 
-def _fill(coordinator: Coordinator, parts: Parts, keys: list[str], first_name: int) -> None:
+def _fill(coordinator: Coordinator, parts: Parts, keys: list[str]) -> None:
     """Let all workers join, publish policies, and ban four workers. What leases and verdicts would count is set directly."""
     decide, draw, state = coordinator.decisions.decide, random.Random(1), coordinator.decisions.state
     observer, now_ms = coordinator.report.observer, parts.clock.now_ms()
     for number, key in enumerate(keys):
         machine = MACHINES[number % len(MACHINES)]
-        name, person = name_of(number + first_name), PERSON.key_id if number in PERSON_S else ""
+        name, person = name_of(number), PERSON.key_id if number in PERSON_S else ""
         decide(ev.WorkerJoined(key, name, "1", "vllm 0.32 bf16 cuda", 64, hardware=machine, person=person))
     for policy in range(STEPS + 1):
         whole, deltas = UpdateRoute(None, 90_000_000), range(max(0, policy - 2), policy)
@@ -159,7 +158,15 @@ def _fill(coordinator: Coordinator, parts: Parts, keys: list[str], first_name: i
 
 def _beat(draw: random.Random) -> HeartbeatRequest:
     [policy] = draw.choices(range(STEPS - 2, STEPS + 1), (1, 4, 20))
-    return HeartbeatRequest(state=draw.choice(STATES), policy_version=policy, bundles_spooled=0)
+    whole = draw.choice((0, 0, 0, 4_100_000))
+    downloads = DownloadReport(
+        peer_bytes=draw.randrange(10**9),
+        operator_bytes=draw.randrange(10**8),
+        links=draw.randrange(32),
+        done_bytes=draw.randrange(whole + 1),
+        all_bytes=whole,
+    )
+    return HeartbeatRequest(state=draw.choice(STATES), policy_version=policy, bundles_spooled=0, downloads=downloads)
 
 
 async def _change(coordinator: Coordinator, parts: Parts, keys: list[str]) -> None:

@@ -17,14 +17,15 @@ export function plot({lines, band, label, format = String, tall, top, unit = "st
   const x0 = xs.reduce((a, b) => Math.min(a, b), Infinity), x1 = Math.max(xs.reduce((a, b) => Math.max(a, b), 0), x0 + 1);
   const y0 = ys.reduce((a, b) => Math.min(a, b), 0), y1 = top ?? (ys.reduce((a, b) => Math.max(a, b), y0) * 1.08 || 1);
   box.redraw = () => {
-    const W = box.clientWidth, H = box.clientHeight, left = 52, right = 10, above = 8, below = 26;
+    const W = box.clientWidth, H = box.clientHeight, levels = ticks(y0, y1, H < 200 ? 3 : 5);
+    const left = Math.max(52, 16 + 7 * Math.max(...levels.map(y => format(y).length))), right = 10, above = 8, below = 26;
     if (W < 80 || (box.width === W && box.height === H)) return;
     box.width = W; box.height = H;
     const px = x => left + (x - x0) / (x1 - x0) * (W - left - right), py = y => above + (1 - (y - y0) / (y1 - y0)) * (H - above - below);
     const path = (x, y) => { let pen = "M", d = ""; x.forEach((at, i) => { if (y[i] == null) return; d += `${pen}${px(at).toFixed(1)} ${py(y[i]).toFixed(1)}`; pen = "L"; }); return d; };
     const cursor = svg("line", {class: "cursor", y1: above, y2: H - below, visibility: "hidden"});
     const drawing = svg("svg", {width: W, height: H, "aria-hidden": "true"},
-      ticks(y0, y1, H < 200 ? 3 : 5).map(y => [svg("line", {class: "grid", x1: left, x2: W - right, y1: py(y), y2: py(y)}), svg("text", {x: left - 8, y: py(y) + 4, "text-anchor": "end"}, format(y))]),
+      levels.map(y => [svg("line", {class: "grid", x1: left, x2: W - right, y1: py(y), y2: py(y)}), svg("text", {x: left - 8, y: py(y) + 4, "text-anchor": "end"}, format(y))]),
       ticks(x0, x1, Math.max(2, Math.floor(W / 90)), nice).filter(Number.isInteger).map(x => svg("text", {x: px(x), y: H - 6, "text-anchor": tick === count || px(x) < W - right - 16 ? "middle" : "end"}, tick(x))),
       band?.x.length > 1 && svg("path", {class: `band f-${band.colour}`, d: path(band.x, band.high) + path([...band.x].reverse(), [...band.low].reverse()).replace("M", "L") + "Z"}),
       lines.map(line => svg("path", {class: `line s-${line.colour}${line.faint ? " faint" : ""}`, d: path(line.x, line.y)})),

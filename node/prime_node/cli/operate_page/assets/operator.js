@@ -63,7 +63,7 @@ function drawTiles(now) {
   tiles.replaceChildren(
     tile("Step", [count(Math.min(now.step, now.max_steps)), el("span", {class: "fine"}, ` of ${count(now.max_steps)}`)], now.head < 0 ? "no policy yet" : `policy ${count(now.head)} is the newest`),
     tile("Workers", count(now.num_workers), banned ? `${count(banned)} banned` : "none is banned"),
-    tile("Rollouts", short(now.rollouts.accepted), refused ? `${short(refused)} refused` : "none refused"),
+    tile("Rollouts", short(now.rollouts.accepted), refused ? `${short(refused)} rejected` : "none rejected"),
     tile("Leases out", count(now.open_leases), `${plural(now.pending_bundles, "bundle")} unjudged`));
 }
 
@@ -142,7 +142,7 @@ const rows = el("tbody"), more = el("p", {class: "fine"}), chosen = {banned: fal
 const onlyBanned = button("Banned", () => { chosen.banned = !chosen.banned; drawWorkers(view); }, {class: "chip"});
 const about = one => clean(one.name) || one.worker.slice(-8);
 async function ban(one) {
-  const reason = await question(`Ban ${about(one)}?`, "Its leases end, and its bundles without a verdict are refused. The worker and all visitors see the reason.", "Ban", {reason: "by the operator", isBad: true});
+  const reason = await question(`Ban ${about(one)}?`, "Its leases end, and its bundles without a verdict are rejected. The worker and all visitors see the reason.", "Ban", {reason: "by the operator", isBad: true});
   if (reason !== null) await order(`banned ${about(one)}`, {action: "ban", worker: one.worker, reason});
 }
 async function unban(one) {
@@ -181,7 +181,7 @@ function drawWorkers(now) {
 
 /* The whole */
 function begin() {
-  const table = el("div", {class: "wide", tabindex: 0, role: "group", "aria-label": "Workers"}, el("table", {class: "plain"}, el("thead", {}, el("tr", {}, [["worker"], ["doing"], ["accepted", "n"], ["refused", "n opt"], ["strikes", "n opt"], ["", "n"]].map(([name, kind]) => el("th", {class: kind ?? "", scope: "col"}, name || el("span", {class: "sr"}, "orders"))))), rows));
+  const table = el("div", {class: "wide", tabindex: 0, role: "group", "aria-label": "Workers"}, el("table", {class: "plain"}, el("thead", {}, el("tr", {}, [["worker"], ["doing"], ["accepted", "n"], ["rejected", "n opt"], ["strikes", "n opt"], ["", "n"]].map(([name, kind]) => el("th", {class: kind ?? "", scope: "col"}, name || el("span", {class: "sr"}, "orders"))))), rows));
   root.replaceChildren(el("header", {class: "top"}, el("div", {class: "who"}, mark(), title, phase), el("div", {class: "row end"}, linked, themes)),
     el("main", {id: "main"}, notes, tiles,
       el("div", {class: "halves"},

@@ -1,4 +1,4 @@
-/* The run view: is it learning, how far is it, who works, what is refused. Each part is drawn anew only when its data change. */
+/* The run view: is it learning, how far is it, who works, what is rejected. Each part is drawn anew only when its data change. */
 import {el, card, clean, named, count, plural, short, bytes, tile, time, share, words, mean} from "/page/{digest}-dom.js";
 import {arranged} from "/page/{digest}-frame.js";
 import {plot, bar, bars, legend, lanes} from "/page/{digest}-charts.js";
@@ -26,7 +26,7 @@ const parts = {
       tile("Step", [count(Math.min(now.step, run.max_steps)), el("span", {class: "fine"}, ` of ${count(run.max_steps)}`)], now.phase === "complete" ? "all steps are trained" : now.step_s ? `${time(now.step_s)} a step, about ${time(now.left_s)} left` : "time left: not known yet",
         bar([["accent", now.step], ["line", Math.max(0, run.max_steps - now.step)]], `${now.step} of ${run.max_steps} steps`)),
       tile("Workers", count(now.active), doing.join(", ") || "nobody takes part now"),
-      tile("Accepted rollouts", short(now.accepted), `${short(now.tokens)} tokens; ${share(refused / Math.max(1, refused + now.accepted), 1)} refused`),
+      tile("Accepted rollouts", short(now.accepted), `${short(now.tokens)} tokens; ${share(refused / Math.max(1, refused + now.accepted), 1)} rejected`),
       tile("Published", bytes(now.bytes_published), `${plural(now.head + 1, "policy", "policies")}; ${plural(now.peers, "peer")} share${now.peers === 1 ? "s" : ""} them`))];
   }],
   learning: [doc => [doc.steps.step.length, doc.steps.step.at(-1), doc.evaluations], doc => {
@@ -59,7 +59,7 @@ const parts = {
   }],
   refused: [doc => doc.now.refused, doc => {
     const rows = Object.entries(doc.now.refused).sort((a, b) => b[1] - a[1]);
-    return [card("c-refused", "Refused, by reason", plural(sum(rows.map(r => r[1])), "rollout"), rows.length ? bars(rows.slice(0, 8).map(([reason, n]) => [words(reason), n, "refused"])) : el("p", {class: "soft"}, "None."))];
+    return [card("c-refused", "Rejected, by reason", plural(sum(rows.map(r => r[1])), "rollout"), rows.length ? bars(rows.slice(0, 8).map(([reason, n]) => [words(reason), n, "refused"])) : el("p", {class: "soft"}, "None."))];
   }],
   given: [doc => doc.contributors, doc => [card("c-given", "Tokens contributed", "credited so far, by the names that workers give themselves", doc.contributors.length ? bars(doc.contributors.slice(0, 8).map(([key, name, n, machines]) => [el("span", {title: key}, named(name || key.slice(-8)), machines > 1 && el("span", {class: "soft"}, ` · ${machines} machines`)), n, "generate"]), short) : el("p", {class: "soft"}, "Nothing is credited yet."))]],
   lanes: [doc => doc.events.at(-1)?.number, doc => {
@@ -69,7 +69,7 @@ const parts = {
         : e.kind === "check" ? {lane: "checks", colour: e.outcome === "accepted" ? "check" : "refused", title: `check of ${clean(e.name)}, step ${e.step}: ${words(e.outcome)}`}
         : e.kind === "usable" ? {lane: "broadcast", colour: "broadcast", title: `policy ${e.policy_version}: usable after ${time((e.end_ms - e.begin_ms) / 1000)}`}
         : {lane: "training", colour: e.kind === "batch" ? "train" : "publish", title: e.kind === "batch" ? `batch of step ${e.step}` : `policy ${e.policy_version} published`})}));
-    return [card("c-lanes", "Who did what", `the newest ${time(wide)}`, legend([["generate", "generate"], ["check", "check"], ["refused", "refused"], ["train", "batch"], ["publish", "policy"], ["broadcast", "broadcast"]]), drawn.length ? lanes(drawn, end, wide, "What trainer, workers and checks did in the newest seconds") : el("p", {class: "soft"}, "Nothing yet."))];
+    return [card("c-lanes", "Who did what", `the newest ${time(wide)}`, legend([["generate", "generate"], ["check", "check"], ["refused", "rejected"], ["train", "batch"], ["publish", "policy"], ["broadcast", "broadcast"]]), drawn.length ? lanes(drawn, end, wide, "What trainer, workers and checks did in the newest seconds") : el("p", {class: "soft"}, "Nothing yet."))];
   }],
   events: [doc => [doc.events.at(-1)?.number], doc => {
     const told = doc.events.filter(e => ["ban", "policy", "evaluation"].includes(e.kind)).slice(-7).reverse();

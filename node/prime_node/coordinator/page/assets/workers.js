@@ -3,7 +3,7 @@ import {el, clean, count, short, share} from "/page/{digest}-dom.js";
 
 const ROW = 38, SPARE = 6, REFRESH_MS = 15000;
 const DOTS = {generating: "", idle: "warn", fetching: "warn", draining: "off", away: "off", banned: "bad"};
-const HEADS = [["name", "worker", ""], ["key", "key", "opt"], ["state", "doing", ""], ["policy", "policy", "n opt"], ["accepted", "accepted", "n"], ["tokens", "tokens", "n opt"], ["refused", "refused", "n"], ["audits", "audited", "n opt"], ["hardware", "hardware", "opt"]];
+const HEADS = [["name", "worker", ""], ["key", "key", "opt"], ["state", "doing", ""], ["policy", "policy", "n opt"], ["accepted", "accepted", "n"], ["tokens", "tokens", "n opt"], ["refused", "rejected", "n"], ["audits", "audited", "n opt"], ["hardware", "hardware", "opt"]];
 const change = (node, text) => { if (node.data !== text) node.data = text; };
 
 /* One row's elements, which show one worker after another: to make new ones at each turn of the wheel takes three times as long. */
