@@ -12,14 +12,17 @@ from tests.node.coordinator_world import ANNA, COORDINATOR, make_run
 from tests.node.http_server import LEASE, client_of, served
 
 from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web import http_peer
 from prime_node.adapters.web.http_client import HttpClient
-from prime_node.adapters.web.http_peer import HttpDialBack
+from prime_node.adapters.web.http_peer import HttpDialBack, HttpPeer
 from prime_node.worker.generating import open_lease
 from prime_protocol import limits
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
+from prime_protocol.limits import Limits
+from prime_protocol.peers import PeerUpdate
 
 RUN = make_run()
 LONG_S, ENOUGH_S = 300.0, 60.0
@@ -67,6 +70,21 @@ async def test_no_client_reads_an_answer_without_end(name: str) -> None:
     ):
         with pytest.raises(RemoteError):
             await client.head()
+
+
+async def test_a_peer_s_notifications_are_read_only_so_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, lines that were padded and sent in chunks of one byte took a core, at five megabytes a second."""
+    monkeypatch.setattr(http_peer, "LINES_BYTES_PER_S", 2**22)
+    line = PeerUpdate(cursor=1, head=1).model_dump_json().encode().ljust(2**16) + b"\n"
+    begin = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    loop = asyncio.get_running_loop()
+    async with pouring(begin, b"%x\r\n%b\r\n" % (len(line), line)) as url:
+        peer = HttpPeer(url, run=RUN.digest, clock=SystemClock(), bounds=Limits(), authorization=lambda: None)
+        updates, began_s = peer.updates(), loop.time()
+        for _ in range(40):  # as many as the buffer holds, twice
+            await anext(updates)
+        assert loop.time() - began_s >= 20 * len(line) / 2**22
+        await peer.close()
 
 
 @pytest.mark.parametrize("filling", [b"[],", b'{"":0},', b"99,"])

@@ -31,7 +31,7 @@ READ_BYTES = 2**19
 MOVED_S_MIN = 0.01
 """Seconds after a recorded movement within which further ones count with it."""
 INTERIM_ANSWERS_MAX = 8
-"""Answers of status 1xx before the answer to a request. Nothing here asks for any, and each costs more time than its bytes."""
+"""Answers of status 1xx before the answer to a request. Nothing here asks for any."""
 _PIECE_BYTES = 2**16
 
 Reply = TypeVar("Reply", bound=WireModel)

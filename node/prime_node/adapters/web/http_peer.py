@@ -25,6 +25,9 @@ from prime_protocol.identity import KeyId
 from prime_protocol.limits import Limits
 from prime_protocol.peers import PeerUpdate, check_answer
 
+FREE_BYTES, LINES_BYTES_PER_S = 2**12, 2**18
+"""Bytes of notifications that are read at once, and a second of more: in chunks of one byte, each megabyte takes a second."""
+
 
 class HttpPeer(HttpClient):
     """Implementation of ports.swarm.PeerLink."""
@@ -128,6 +131,8 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             rest = rest[begin:]
             if len(rest) > limits.PEER_UPDATE_BYTES_MAX:
                 raise LimitExceeded("PEER_UPDATE_BYTES_MAX", None, limits.PEER_UPDATE_BYTES_MAX)
+            if len(data) >= FREE_BYTES:
+                await asyncio.sleep(len(data) / LINES_BYTES_PER_S)
     finally:
         if timer is not None:
             timer.cancel()
