@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.source_tree import modules
+from tests.source_tree import PACKAGES, modules
 
 ROOT = Path(__file__).resolve().parent.parent
 PHRASES = (
@@ -82,6 +82,18 @@ def test_texts_contain_no_phrase_of_the_list() -> None:
         f"{path}:{line}: {phrase}"
         for _, path in modules()
         for line, phrase in phrases_in(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+def test_files_of_the_pages_contain_no_phrase_of_the_list() -> None:
+    files = [path for path in PACKAGES["prime_node"].rglob("*") if path.suffix in (".js", ".html", ".css", ".sql")]
+    assert len(files) > 10
+    found = [
+        f"{path.name}:{number}: {phrase.group()}"
+        for path in sorted(files)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for phrase in _FOUND.finditer(line)
     ]
     assert found == []
 

@@ -1,4 +1,4 @@
-/* Charts as SVG, drawn anew when their data or their width change. */
+/* Charts as SVG, drawn again when their data or their width change. */
 import {el, svg, count} from "/page/{digest}-dom.js";
 
 function ticks(low, high, most, nice) {

@@ -47,7 +47,7 @@ export function qrCode(text) {
     set(i < 8 ? n - 1 - i : i < 9 ? 7 : 14 - i, 8, dark);
   }
   set(8, n - 8, true);
-  if (version >= 7) { const told = checked(version, 12, 0x1f25, 12); for (let i = 0; i < 18; i++) { const dark = told >> i & 1, a = Math.floor(i / 3), b = n - 11 + i % 3; set(a, b, dark); set(b, a, dark); } }
+  if (version >= 7) { const bits = checked(version, 12, 0x1f25, 12); for (let i = 0; i < 18; i++) { const dark = bits >> i & 1, a = Math.floor(i / 3), b = n - 11 + i % 3; set(a, b, dark); set(b, a, dark); } }
   let bit = 0;
   for (let right = n - 1, up = true; right > 0; right -= 2, up = !up) {
     if (right === 6) right = 5;

@@ -1,38 +1,22 @@
 /* The operator's page: what the run does, and orders to it. The process that serves it signs them; no key of the run is here. */
-import {el, svg, card, clean, named, command, count, plural, short, words} from "/page/{digest}-dom.js";
+import {el, svg, card, clean, named, command, count, plural, short, tile, words} from "/page/{digest}-dom.js";
 import {mark, themes} from "/page/{digest}-frame.js";
+import {ask, beginSession} from "/page/{digest}-session.js";
 import {qrCode} from "/page/{digest}-qr.js";
 
 const POLL_MS = 3000, ROWS_MAX = 50, ORDERS_MAX = 30;
 const root = document.getElementById("app");
-const store = (name, value) => { try { return value === undefined ? sessionStorage.getItem(name) : sessionStorage.setItem(name, value); } catch { return null; } };
-let view = null, timer = 0, session = store("session") ?? "";
+let view = null, timer = 0;
 
-/* The address holds a key that is good once. It begins a session, which lasts as long as this tab. */
-async function begun() {
-  const key = location.hash.slice(1);
-  if (!key) return;
-  history.replaceState(null, "", location.pathname);
-  try { session = (await ask("/v1/session", {key})).session; store("session", session); } catch (error) { if (!session) throw error; }
-}
-
-/* Requests */
-async function ask(path, body) {
-  const headers = {Authorization: `Bearer ${session}`};
-  if (body !== undefined) headers["Content-Type"] = "application/json";
-  const answer = await fetch(path, {method: body === undefined ? "GET" : "POST", headers, body: body === undefined ? undefined : JSON.stringify(body)});
-  const found = await answer.json().catch(() => ({detail: "the answer is not valid"}));
-  if (!answer.ok) throw new Error(clean(found.detail ?? `${answer.status}`, 300));
-  return found;
-}
+/* Orders */
 const orders = el("ol", {class: "events", "aria-live": "polite"}), noOrders = el("p", {class: "soft"}, "None from this page yet.");
-function told(text, isBad) {
+function note(text, isBad) {
   noOrders.remove();
   orders.prepend(el("li", {}, el("time", {class: "mono"}, new Date().toLocaleTimeString([], {hour12: false})), el("span", {class: isBad ? "bad" : ""}, text)));
   while (orders.children.length > ORDERS_MAX) orders.lastChild.remove();
 }
 async function order(done, body) {
-  try { await ask("/v1/order", body); told(done); } catch (error) { told(`${done}: not done, ${error.message}`, true); }
+  try { await ask("/v1/order", body); note(done); } catch (error) { note(`${done}: not done, ${error.message}`, true); }
   await look();
 }
 
@@ -56,7 +40,6 @@ const live = (kind, text) => linked.replaceChildren(el("span", {class: `dot ${ki
 const phaseOf = now => now.complete ? "complete" : now.draining ? "draining" : now.paused ? "paused" : now.head < 0 ? "starting" : now.num_workers ? "running" : "waiting for workers";
 
 /* Tiles */
-const tile = (name, big, fine) => el("div", {class: "card pad tile"}, el("dt", {}, name), el("dd", {}, el("div", {class: "big"}, big), el("p", {class: "fine"}, fine)));
 const tiles = el("dl", {class: "tiles four"});
 function drawTiles(now) {
   const refused = Object.values(now.rollouts.refused).reduce((a, b) => a + b, 0), banned = now.workers.filter(one => one.banned).length;
@@ -74,7 +57,7 @@ async function pause() {
   if (reason !== null) await order("paused the run", {action: "pause", reason});
 }
 async function drain() {
-  if (await question("Drain the run for good?", "No new work is given out, and workers leave once they have finished. This cannot be undone. To go on later, pause instead.", "Drain", {isBad: true}) !== null) await order("drained the run", {action: "drain"});
+  if (await question("Drain the run?", "No new work is given out, and workers leave once they have finished. This cannot be undone. To continue later, pause instead.", "Drain", {isBad: true}) !== null) await order("drained the run", {action: "drain"});
 }
 function drawRun(now) {
   const over = now.complete || now.draining;
@@ -117,9 +100,9 @@ async function invite(event) {
     const code = qrCode(link), size = code ? code.length + 8 : 0;
     invited.replaceChildren(el("div", {class: "invited"}, code && svg("svg", {class: "qr large", viewBox: `-4 -4 ${size} ${size}`, role: "img", "aria-label": "The join link with the invitation as a QR code"}, svg("rect", {x: -4, y: -4, width: size, height: size, fill: "#fff"}),
       svg("path", {fill: "#000", d: code.flatMap((row, y) => row.map((dark, x) => dark ? `M${x} ${y}h1v1h-1z` : "")).join("")})),
-      el("div", {class: "steps"}, el("p", {}, "For the one who joins. Whoever has the link can use the invitation up."), command(`prime-node join ${link}`), command(link))));
-    told(`made an invitation for ${plural(Number(input(keys).value), "key")}`);
-  } catch (error) { told(`no invitation was made: ${error.message}`, true); }
+      el("div", {class: "steps"}, el("p", {}, "For the person who joins. Anyone who has the link can use the invitation."), command(`prime-node join ${link}`), command(link))));
+    note(`made an invitation for ${plural(Number(input(keys).value), "key")}`);
+  } catch (error) { note(`no invitation was made: ${error.message}`, true); }
 }
 
 /* Keys */
@@ -206,4 +189,4 @@ async function look() {
   timer = setTimeout(look, POLL_MS);
 }
 document.addEventListener("visibilitychange", () => { if (document.hidden) clearTimeout(timer); else look(); });
-begun().then(look, error => document.getElementById("wait")?.replaceChildren(error.message));
+beginSession().then(look, error => document.getElementById("wait")?.replaceChildren(error.message));

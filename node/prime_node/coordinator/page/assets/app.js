@@ -19,10 +19,10 @@ const nav = el("nav", {"aria-label": "Views"}, Object.entries(VIEWS).map(([name,
 const say = (kind, text) => linked.replaceChildren(el("span", {class: `dot ${kind}`}), text);
 
 function pinned() {
-  const told = location.hash.slice(1).split(".")[0];
-  if (!/^[0-9a-f]{64}$/.test(told)) return null;
-  if (told === doc.run.digest) return null;
-  return el("p", {class: "card pad note bad", role: "alert"}, el("b", {}, "Your link names another run. "), "This coordinator serves ", el("span", {class: "mono"}, doc.run.digest.slice(0, 16) + "…"), ", and the link names ", el("span", {class: "mono"}, told.slice(0, 16) + "…"), ". Do not join; ask whoever gave you the link.");
+  const named = location.hash.slice(1).split(".")[0];
+  if (!/^[0-9a-f]{64}$/.test(named)) return null;
+  if (named === doc.run.digest) return null;
+  return el("p", {class: "card pad note bad", role: "alert"}, el("b", {}, "Your link names another run. "), "This coordinator serves ", el("span", {class: "mono"}, doc.run.digest.slice(0, 16) + "…"), ", and the link names ", el("span", {class: "mono"}, named.slice(0, 16) + "…"), ". Do not join; ask the person who gave you the link.");
 }
 const warning = el("div", {class: "slot"});
 

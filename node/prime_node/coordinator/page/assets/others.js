@@ -3,7 +3,7 @@ import {el, svg, card, clean, facts, named, command, count, plural, short, bytes
 import {bar, bars, legend, plot} from "/page/{digest}-charts.js";
 import {qrCode} from "/page/{digest}-qr.js";
 
-/* A visitor's invitation, which follows the digest in the link, goes on into the commands. */
+/* A visitor's invitation, which follows the digest in the link, is part of the commands too. */
 const invitation = () => /^#[0-9a-f]{64}(\.[0-9A-Za-z_=-]{1,4096})$/.exec(location.hash)?.[1] ?? "";
 const link = doc => `${location.origin}/#${doc.run.digest}`;
 const joinLink = doc => link(doc) + (location.hash.startsWith(`#${doc.run.digest}`) ? invitation() : "");
@@ -19,7 +19,7 @@ export function checksView() {
     const reasons = Object.entries(doc.now.refused).sort((a, b) => b[1] - a[1]), refused = sum(reasons.map(r => r[1]));
     root.replaceChildren(el("div", {class: "split"},
       card("c-bans", "Bans", doc.bans.length ? `${plural(doc.bans.length, "worker")}; anyone can check the evidence` : null, doc.bans.length ? table("Bans", ["worker, and why", "step", "evidence"], doc.bans.map(ban => [[named(ban.name), " ", el("span", {class: "mono soft"}, ban.key.slice(-6)), el("div", {class: "soft"}, clean(ban.reason, 240))], count(ban.step),
-        el("a", {href: `/v1/evidence/${encodeURIComponent(ban.dossier)}`, download: ban.dossier}, "download", el("span", {class: "sr"}, ` the evidence against ${clean(ban.name)}`))])) : el("p", {class: "soft"}, "Nobody is banned.")),
+        el("a", {href: `/v1/evidence/${encodeURIComponent(ban.dossier)}`, download: ban.dossier}, "download", el("span", {class: "sr"}, ` the evidence against ${clean(ban.name)}`))])) : el("p", {class: "soft"}, "No worker is banned.")),
       card("c-became", "What became of rollouts", null, bar([["good", doc.now.accepted], ["refused", refused]], `${doc.now.accepted} accepted, ${refused} rejected`, true), legend([["good", "accepted", count(doc.now.accepted)], ["refused", "rejected", count(refused)]]), reasons.length > 0 && bars(reasons.map(([reason, n]) => [words(reason), n, "refused"])))),
     card("c-prove", "Check it yourself", "this page proves nothing; these commands do", el("div", {class: "steps"}, el("p", {}, "Every published policy, its signatures and its chain:"), command(`prime-node verify ${link(doc)}`), el("p", {}, "The ledger of settled receipts:"), command(`prime-node ledger verify ${link(doc)}`), el("p", {}, "A ban, with the file from above:"), command("prime-node evidence verify FILE"))));
   }};
@@ -27,7 +27,7 @@ export function checksView() {
 
 const unknown = (id, ...lines) => card(id, "What this page does not know", null, el("ul", {class: "about plainlist"}, lines.map(line => el("li", {}, line))));
 
-/* A view that is drawn anew when its part of the document has changed. */
+/* A view that is drawn again when its part of the document has changed. */
 function drawn(signature, make) {
   const root = el("div", {class: "view"});
   let known = "";
@@ -58,7 +58,7 @@ export const ledgerView = () => drawn(doc => [doc.now.ledger, doc.now.accepted, 
   return [el("div", {class: "split"},
     card("c-who", "Tokens credited", `${short(now.tokens)} by all workers`, doc.contributors.length ? table("Tokens by contributor", ["contributor", "tokens", "share"], [...doc.contributors.map(([key, name, n, machines]) => [[named(name), " ", el("span", {class: "mono soft"}, key.slice(-6)), machines > 1 && el("span", {class: "soft"}, ` · ${machines} machines`)], count(n), share(n / Math.max(1, now.tokens), 1)]), ...(now.tokens > given ? [[el("span", {class: "soft"}, "all others"), count(now.tokens - given), share((now.tokens - given) / now.tokens, 1)]] : [])]) : el("p", {class: "soft"}, now.accepted ? "No tokens are credited yet: the newest accepted bundles are in escrow." : "Nothing is accepted yet.")),
     card("c-chain", "The ledger", null, facts([["receipts", count(now.ledger.entries)], ["accepted rollouts", count(now.accepted)], ["rejected rollouts", count(refused)], ["digest of the last line", el("span", {class: "mono"}, now.ledger.digest)]]),
-      el("p", {class: "about gap"}, "Each line is a receipt that the coordinator signed and gave to the worker. It names the line before it, so whoever kept an older copy notices if a line is taken out or changed."), el("p", {class: "gap"}, el("a", {href: "/v1/ledger/0"}, "The first lines"), " · ", el("a", {href: "/v1/ledger"}, "the signed end")))),
+      el("p", {class: "about gap"}, "Each line is a receipt that the coordinator signed and gave to the worker. It names the line before it, so anyone who kept an older copy notices if a line is taken out or changed."), el("p", {class: "gap"}, el("a", {href: "/v1/ledger/0"}, "The first lines"), " · ", el("a", {href: "/v1/ledger"}, "the signed end")))),
   card("c-own", "Find your own receipts", "this page proves nothing; these commands do", el("div", {class: "steps"}, el("p", {}, "Check every line, and that each receipt of your machine is among them:"), command(`prime-node ledger verify ${link(doc)} --receipts FOLDER`), el("p", {}, "Keep a copy:"), command(`prime-node ledger export ${link(doc)}`))),
   unknown("c-unknown", "What escrow will credit: the newest bundles of a worker count as accepted, and their tokens are credited once later ones pass an audit.", "Who a worker is: names are what workers call themselves; only the key counts.", "Rewards or payments: the run pays nothing, and the coordinator keeps no account.")];
 });

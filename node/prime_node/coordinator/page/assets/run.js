@@ -1,4 +1,4 @@
-/* The run view: is it learning, how far is it, who works, what is rejected. Each part is drawn anew only when its data change. */
+/* The run view: is it learning, how far is it, who works, what is rejected. Each part is drawn again only when its data change. */
 import {el, card, clean, named, count, plural, short, bytes, tile, time, share, words, mean} from "/page/{digest}-dom.js";
 import {arranged} from "/page/{digest}-frame.js";
 import {plot, bar, bars, legend, lanes} from "/page/{digest}-charts.js";
@@ -25,7 +25,7 @@ const parts = {
         : tile("Reward", reward == null ? "–" : reward.toFixed(2), reward == null ? now.head > 0 ? "no earlier step is recorded" : "no step is trained yet" : `mean of the newest steps; ${begun.toFixed(2)} in the first`),
       tile("Step", [count(Math.min(now.step, run.max_steps)), el("span", {class: "fine"}, ` of ${count(run.max_steps)}`)], now.phase === "complete" ? "all steps are trained" : now.step_s ? `${time(now.step_s)} a step, about ${time(now.left_s)} left` : "time left: not known yet",
         bar([["accent", now.step], ["line", Math.max(0, run.max_steps - now.step)]], `${now.step} of ${run.max_steps} steps`)),
-      tile("Workers", count(now.active), doing.join(", ") || "nobody takes part now"),
+      tile("Workers", count(now.active), doing.join(", ") || "no worker takes part now"),
       tile("Accepted rollouts", short(now.accepted), `${short(now.tokens)} tokens; ${share(refused / Math.max(1, refused + now.accepted), 1)} rejected`),
       tile("Published", bytes(now.bytes_published), `${plural(now.head + 1, "policy", "policies")}; ${plural(now.peers, "peer")} share${now.peers === 1 ? "s" : ""} them`))];
   }],
@@ -41,7 +41,7 @@ const parts = {
   }],
   window: [doc => doc.now.window, doc => [card("c-window", "Groups on their way", null, doc.now.window.length ? el("table", {class: "plain"},
     el("thead", {}, el("tr", {}, ["step", "open", "at workers", "ready", "trained"].map((name, i) => el("th", {class: i ? "n" : "", scope: "col"}, name)))),
-    el("tbody", {}, doc.now.window.slice(-5).map(s => el("tr", {}, [s.step, s.open, s.held, s.accepted - s.trained, s.trained].map((n, i) => el("td", {class: i ? "n" : ""}, count(n))))))) : el("p", {class: "soft"}, "Nothing is under way."))]],
+    el("tbody", {}, doc.now.window.slice(-5).map(s => el("tr", {}, [s.step, s.open, s.held, s.accepted - s.trained, s.trained].map((n, i) => el("td", {class: i ? "n" : ""}, count(n))))))) : el("p", {class: "soft"}, "No step is open."))]],
   holders: [doc => [doc.now.holders, doc.now.head], doc => {
     const {now, run} = doc, total = sum(now.holders);
     return [card("c-holders", `Who has policy ${count(Math.max(0, now.head))}?`, total > 0 && `${count(now.holders[0])} of ${count(total)}`, total === 0 ? el("p", {class: "soft"}, "No worker has reported its policy yet.") : bars(now.holders.map((n, i) => [i === 0 ? "newest" : i === 4 ? "4 or more behind" : `${i} behind`, n, i <= run.k ? "good" : "refused"])))];
@@ -72,9 +72,9 @@ const parts = {
     return [card("c-lanes", "Who did what", `the newest ${time(wide)}`, legend([["generate", "generate"], ["check", "check"], ["refused", "rejected"], ["train", "batch"], ["publish", "policy"], ["broadcast", "broadcast"]]), drawn.length ? lanes(drawn, end, wide, "What trainer, workers and checks did in the newest seconds") : el("p", {class: "soft"}, "Nothing yet."))];
   }],
   events: [doc => [doc.events.at(-1)?.number], doc => {
-    const told = doc.events.filter(e => ["ban", "policy", "evaluation"].includes(e.kind)).slice(-7).reverse();
+    const shown = doc.events.filter(e => ["ban", "policy", "evaluation"].includes(e.kind)).slice(-7).reverse();
     const text = e => e.kind === "ban" ? [named(e.name), ` is banned: ${clean(e.outcome, 120)}`] : e.kind === "policy" ? `policy ${count(e.policy_version)} is published` : `policy ${count(e.policy_version)} is evaluated`;
-    return [card("c-events", "Recent events", null, told.length ? el("ol", {class: "events"}, told.map(e => el("li", {}, el("time", {class: "mono", datetime: new Date(e.end_ms).toISOString()}, new Date(e.end_ms).toLocaleTimeString([], {hour12: false})), el("span", {class: e.kind === "ban" ? "bad" : ""}, text(e))))) : el("p", {class: "soft"}, "Nothing yet."))];
+    return [card("c-events", "Recent events", null, shown.length ? el("ol", {class: "events"}, shown.map(e => el("li", {}, el("time", {class: "mono", datetime: new Date(e.end_ms).toISOString()}, new Date(e.end_ms).toLocaleTimeString([], {hour12: false})), el("span", {class: e.kind === "ban" ? "bad" : ""}, text(e))))) : el("p", {class: "soft"}, "Nothing yet."))];
   }],
 };
 const LAYOUT = [["notes"], ["tiles"], ["split", ["learning"], ["stack", ["window"], ["holders"]]], ["thirds", ["seconds"], ["lag"], ["stack", ["refused"], ["given"]]], ["split", ["lanes"], ["events"]]];

@@ -59,7 +59,7 @@ export function workersView() {
     while (lines.length < seen.length) { lines.push(line()); part.append(lines.at(-1).root); }
     lines.forEach((one, i) => { if (i < seen.length) one.show(seen[i], first + i + 2); else one.root.hidden = true; });
     empty.hidden = shown.length > 0;
-    change(none.firstChild ?? none.appendChild(document.createTextNode("")), isLoaded ? rows.size ? "Nobody fits." : "Nobody has joined yet." : "Loading…");
+    change(none.firstChild ?? none.appendChild(document.createTextNode("")), isLoaded ? rows.size ? "No worker fits." : "No worker has joined yet." : "Loading…");
   }
   function merge(found) {
     if (!found.since) rows.clear();

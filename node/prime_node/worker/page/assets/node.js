@@ -1,22 +1,14 @@
-/* The worker's page: one document, asked for again every two seconds while it is in sight. The address's fragment holds a key that begins one session. */
+/* The worker's page: one document, asked for again every two seconds while it is in sight. */
 import {el, card, clean, command, count, facts, plural, share, short, bytes, table, tile} from "/page/{digest}-dom.js";
 import {plot, bar, legend} from "/page/{digest}-charts.js";
 import {arranged, mark, themes} from "/page/{digest}-frame.js";
+import {ask, beginSession} from "/page/{digest}-session.js";
 import {limitsForm} from "/page/{digest}-limits.js";
 
 const POLL_MS = 2000, SOON_MS = 350, MINUTES_MAX = 1440, POINTS_MAX = 240;
 const STATES = {generating: "", idle: "warn", fetching: "warn", banned: "bad"};
 const root = document.getElementById("app"), main = el("main", {id: "main", tabindex: -1});
-let doc = null, timer = 0, session = kept("session"), isAsking = false;
-function kept(name, value) { try { return value === undefined ? sessionStorage.getItem(name) : sessionStorage.setItem(name, value); } catch { return null; } }
-
-async function ask(path, body) {
-  const answer = await fetch(path, {method: body ? "POST" : "GET", cache: "no-store", headers: {...(session && {Authorization: `Bearer ${session}`}), ...(body && {"Content-Type": "application/json"})}, body: body && JSON.stringify(body)});
-  const found = await answer.json().catch(() => ({}));
-  if (answer.status === 403) throw Object.assign(new Error(found.detail ?? "refused"), {isForeign: true});
-  if (!answer.ok) throw new Error(clean(found.detail, 300) || `The worker answers ${answer.status}.`);
-  return found;
-}
+let doc = null, timer = 0, isAsking = false;
 
 /* The state and its buttons */
 const dots = {Generating: "live", Paused: "warn", Waiting: "warn", "No answer": "bad", Ended: "off", Finishing: "warn"};
@@ -130,14 +122,7 @@ async function load() {
   } finally { isAsking = false; }
   if (found) { again(); merge(found); say("", "live"); draw(); }
 }
-async function start() {
-  const key = location.hash.slice(1);
-  if (key) {
-    history.replaceState(null, "", location.pathname);
-    try { session = (await ask("/v1/session", {key})).session; kept("session", session); } catch { /* an earlier session may still hold */ }
-  }
-  load();
-}
+const start = () => beginSession().catch(() => {}).then(load);
 document.addEventListener("visibilitychange", () => { clearTimeout(timer); if (document.hidden) { if (doc) say("off", "paused"); } else load(); });
 addEventListener("hashchange", start);
 start();
