@@ -175,7 +175,7 @@ def prepare(
                 for name, column in columns.items():
                     its = spread_over(its, column[index][number], name)
                 samples[-1] += its
-    if recipe.is_prompt_mean:
+    if recipe.aggregation is AggregationKind.PROMPT_MEAN:
         samples = prompt_weighed(samples)
     if recipe.divides_by_mode:
         samples = mode_weighed(samples, recipe.aggregation)

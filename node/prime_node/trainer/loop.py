@@ -69,7 +69,8 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
     await _unless_left(trainer, stop, trainer.publish())
     await trainer.evaluate_if_due()
     if trainer.teacher is not None:
-        await unless(stop.wait(), _check_teacher(trainer, recipe))
+        checking = check_teacher(trainer.teacher, trainer.run.spec, clock=trainer.clock, topk=recipe.topk)
+        await unless(stop.wait(), checking)
     while trainer.state.step < trainer.run.spec.max_steps and not stop.is_set():
         step, done, began_s = trainer.state.step, _optimizer_steps(trainer), now_s()
         with spanned("train step", of_step(step), is_root=True, step=step):
@@ -102,11 +103,6 @@ async def reinforce(trainer: Trainer, recipe: Recipe, stop: asyncio.Event) -> No
 
 def _optimizer_steps(trainer: Trainer) -> int:
     return trainer.state.optimizer_steps + trainer.state.critic_steps
-
-
-async def _check_teacher(trainer: Trainer, recipe: Recipe) -> None:
-    assert trainer.teacher is not None
-    await check_teacher(trainer.teacher, trainer.run.spec, clock=trainer.clock, topk=recipe.topk)
 
 
 async def _next_batch(trainer: Trainer, stop: asyncio.Event, part: int) -> StepBatch | None:

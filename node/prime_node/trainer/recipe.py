@@ -75,9 +75,8 @@ class Recipe:
     proximal: ProximalPolicy
     claim_nats_max: float
     ref_update_interval: int = 0
-    is_prompt_mean: bool = False
-    """Whether the loss is the mean over prompts, so that samples need their factors."""
     aggregation: AggregationKind = AggregationKind.TOKEN_MEAN
+    """Aggregation of the loss; that of prompt_mean needs a factor of each sample."""
     divides_by_mode: bool = False
     """Whether each training mode's losses are divided by its own count, so that samples need their factors."""
     kl_in_reward: KlInReward | None = None
@@ -94,7 +93,6 @@ class Recipe:
         optimizer = config.optimizer
         if config.teacher is None and TrainingMode.OPD in (config.mode, *config.environment_modes.values()):
             raise LocalError("mode opd needs a teacher: set trainer.teacher.url and trainer.teacher.model")
-        self_taught = config.asks_environments
         loss = _loss(config.loss, completion_tokens_max, _distillation(config.distillation))
         advantage = _advantage(config.advantage, completion_tokens_max)
         _check_critic(config, loss, advantage)
@@ -112,14 +110,13 @@ class Recipe:
             proximal=ProximalPolicy.of(config),
             claim_nats_max=config.claim_nats_max,
             ref_update_interval=config.ref_update_interval,
-            is_prompt_mean=config.loss.aggregation is AggregationKind.PROMPT_MEAN,
             aggregation=loss.aggregation.kind,
             divides_by_mode=config.loss.division is DivisionKind.MODE,
             kl_in_reward=_kl_in_reward(config),
             critic=_critic(config.critic, max_steps),
             topk=config.distillation.topk,
             hint_template=config.self_distillation.template,
-            is_taught_by_reference=self_taught and config.self_distillation.policy == "reference",
+            is_taught_by_reference=config.asks_environments and config.self_distillation.policy == "reference",
         )
 
     @property

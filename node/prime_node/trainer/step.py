@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from prime_node.algo.advantages import TokenNeed
 from prime_node.patience import unless
-from prime_node.ports.train_backend import KeptPolicy, PackedBatch
+from prime_node.ports.train_backend import KeptPolicy, PackedBatch, TrainBackend
 from prime_node.ports.train_samples import TrainingMode, TrainSample
-from prime_node.trainer.batch import ReadyBatch
+from prime_node.trainer.batch import MiniBatch, ReadyBatch
 from prime_node.trainer.kept_rewards import RewardsKey
 from prime_node.trainer.other_policies import (
     credited,
@@ -90,66 +90,96 @@ async def train_step(
         for number, mini in enumerate(ready.minis):
             if keeps and part == 0 and number == 0:
                 await trainer.in_thread(trainer.backend.keep_policy, KeptPolicy.PROXIMAL)
-            prepared, credit_numbers = mini.prepared, {}
-            if prepared is None:
-                if TokenNeed.GREEDY_REWARD in recipe.advantage.needs:
-                    slots = tuple(group.slot for group in mini.groups)
-                    key = RewardsKey(step, part, batch.digest, f"greedy-{number}", slots)
-                    groups = await unless(stop.wait(), trainer.with_greedy_rewards(mini.groups, recipe, key))
-                    if groups is None:
-                        return None
-                    mini = replace(mini, groups=groups)
-                done = await trainer.in_thread(
-                    credited, mini, recipe, trainer.backend, step=step, kl_coef=trained.kl_coef, keeps=keeps
-                )
-                prepared, credit_numbers, trained.kl_coef = done.prepared, dict(done.numbers), done.kl_coef
-            samples: Sequence[TrainSample] | PackedBatch | None = mini.packed
-            if samples is None:
-                asking = taught(
-                    prepared.samples,
-                    trainer.teacher,
-                    clock=trainer.clock,
-                    topk=recipe.topk,
-                    vocab_size=recipe.vocab_size,
-                )
-                known = await unless(stop.wait(), asking)
-                if known is None:
-                    return None
-                if any(sample.mode is TrainingMode.OPSD for sample in known):
-                    known = await trainer.in_thread(self_taught, known, recipe, trainer.backend)
-                samples = await trainer.in_thread(with_proximal, known, recipe, trainer.backend, keeps=keeps)
-                if recipe.needs_reference:
-                    samples = await trainer.in_thread(with_reference, samples, trainer.backend)
-                if recipe.chooses_tokens:
-                    seed = trainer.state.optimizer_steps
-                    samples = await trainer.in_thread(with_selected, samples, recipe, trainer.backend, seed=seed)
-                if recipe.loss.normalizes_weights:
-                    samples = await trainer.in_thread(with_weight_mean, samples, recipe, trainer.backend)
-            critic_numbers: dict[str, float] = {}
-            if recipe.critic is not None:
-                assert not isinstance(samples, PackedBatch), "advantages that need values are not packed ahead"
-                age = step - (trainer.state.critic_since or 0)
-                critic_numbers = await trainer.train_critic(for_critic(samples), lr=recipe.critic.rates.at(age))
-                if age < recipe.critic.warmup_steps:
-                    samples = []
-            lr = trained.lr = recipe.schedule.at(step) * trained.lr_multiplier
-            stats = await trainer.train(samples, recipe.loss, lr=lr)
-            if stats.num_tokens:
-                trained.lr_multiplier = recipe.next_multiplier(trained.lr_multiplier, stats.log_ratio_abs)
-            numbers = {
-                **prepared.metrics,
-                **credit_numbers,
-                **critic_numbers,
-                "loss": stats.loss,
-                "grad_norm": stats.grad_norm,
-                "lr": lr,
-                "num_tokens": stats.num_tokens,
-                "log_ratio_abs": stats.log_ratio_abs,
-                **stats.metrics,
-                **stats.work,
-            }
-            trained.rows.append((float(len(mini.groups)), numbers))
+            slots = tuple(group.slot for group in mini.groups)
+            greedy = RewardsKey(step, part, batch.digest, f"greedy-{number}", slots)
+            if not await _optimizer_step(trainer, recipe, mini, trained, stop, keeps=keeps, greedy=greedy):
+                return None
     return trained
+
+
+async def _optimizer_step(
+    trainer: StepRunner,
+    recipe: Recipe,
+    mini: MiniBatch,
+    trained: Trained,
+    stop: asyncio.Event,
+    *,
+    keeps: bool,
+    greedy: RewardsKey,
+) -> bool:
+    """Make one optimizer step, and add its figures to `trained`. Return False if `stop` comes first.
+
+    `keeps`: whether the proximal policy is kept. `greedy`: name of the rewards of greedy completions.
+    """
+    step, prepared, credit_numbers = trainer.state.step, mini.prepared, {}
+    if prepared is None:
+        if TokenNeed.GREEDY_REWARD in recipe.advantage.needs:
+            groups = await unless(stop.wait(), trainer.with_greedy_rewards(mini.groups, recipe, greedy))
+            if groups is None:
+                return False
+            mini = replace(mini, groups=groups)
+        done = await trainer.in_thread(
+            credited, mini, recipe, trainer.backend, step=step, kl_coef=trained.kl_coef, keeps=keeps
+        )
+        prepared, credit_numbers, trained.kl_coef = done.prepared, dict(done.numbers), done.kl_coef
+    samples: Sequence[TrainSample] | PackedBatch | None = mini.packed
+    if samples is None:
+        asking = taught(
+            prepared.samples,
+            trainer.teacher,
+            clock=trainer.clock,
+            topk=recipe.topk,
+            vocab_size=recipe.vocab_size,
+        )
+        known = await unless(stop.wait(), asking)
+        if known is None:
+            return False
+        seed = trainer.state.optimizer_steps
+        samples = await trainer.in_thread(completed, known, recipe, trainer.backend, keeps=keeps, seed=seed)
+    critic_numbers: dict[str, float] = {}
+    if recipe.critic is not None:
+        assert not isinstance(samples, PackedBatch), "advantages that need values are not packed ahead"
+        age = step - (trainer.state.critic_since or 0)
+        critic_numbers = await trainer.train_critic(for_critic(samples), lr=recipe.critic.rates.at(age))
+        if age < recipe.critic.warmup_steps:
+            samples = []
+    lr = trained.lr = recipe.schedule.at(step) * trained.lr_multiplier
+    stats = await trainer.train(samples, recipe.loss, lr=lr)
+    if stats.num_tokens:
+        trained.lr_multiplier = recipe.next_multiplier(trained.lr_multiplier, stats.log_ratio_abs)
+    numbers = {
+        **prepared.metrics,
+        **credit_numbers,
+        **critic_numbers,
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "lr": lr,
+        "num_tokens": stats.num_tokens,
+        "log_ratio_abs": stats.log_ratio_abs,
+        **stats.metrics,
+        **stats.work,
+    }
+    trained.rows.append((float(len(mini.groups)), numbers))
+    return True
+
+
+def completed(
+    samples: Sequence[TrainSample], recipe: Recipe, backend: TrainBackend, *, keeps: bool, seed: int
+) -> Sequence[TrainSample]:
+    """Add to samples what the loss needs of other policies and of the whole optimizer step. For the trainer's thread.
+
+    `keeps`: whether the proximal policy is kept, rather than the current one. `seed` decides which tokens the loss chooses.
+    """
+    if any(sample.mode is TrainingMode.OPSD for sample in samples):
+        samples = self_taught(samples, recipe, backend)
+    samples = with_proximal(samples, recipe, backend, keeps=keeps)
+    if recipe.needs_reference:
+        samples = with_reference(samples, backend)
+    if recipe.chooses_tokens:
+        samples = with_selected(samples, recipe, backend, seed=seed)
+    if recipe.loss.normalizes_weights:
+        samples = with_weight_mean(samples, recipe, backend)
+    return samples
 
 
 async def run_step(

@@ -92,21 +92,16 @@ class Objective:
 
     def __init__(self, losses: Mapping[TrainingMode, BoundLoss], aggregation: Aggregation) -> None:
         self._losses = losses
-        self._aggregation = aggregation
+        self.aggregation = aggregation
 
     @property
     def needs(self) -> frozenset[LossNeed]:
         """Return the optional inputs that the losses use."""
         return frozenset().union(*(loss.needs for loss in self._losses.values()))
 
-    @property
-    def aggregation(self) -> Aggregation:
-        """Return the aggregation over the batch."""
-        return self._aggregation
-
     def denominator(self, *, num_tokens: int, num_sequences: int) -> float:
         """Return the divisor of the whole batch's sum, as the aggregation defines it."""
-        return self._aggregation.denominator(num_tokens=num_tokens, num_sequences=num_sequences)
+        return self.aggregation.denominator(num_tokens=num_tokens, num_sequences=num_sequences)
 
     def choose(
         self, advantages: Sequence[float], logprobs: Sequence[float], log_ratios: Sequence[float], *, seed: int
@@ -140,7 +135,7 @@ class Objective:
         return added(parts, like=inputs.trainer_logprobs)
 
     def _of_mode(self, mode: TrainingMode, inputs: LossInputs) -> LossSum:
-        part = self._losses[mode](inputs, self._aggregation)
+        part = self._losses[mode](inputs, self.aggregation)
         if mode is TrainingMode.SFT:
             return part
         distance = (inputs.trainer_logprobs - inputs.inference_logprobs).detach().abs()
@@ -230,6 +225,3 @@ def _joined(sequences: Sequence[LossInputs]) -> LossInputs:
         name: None if column[0] is None else torch.cat(column) for name, column in columns.items()
     }
     return LossInputs(**joined, lengths=tuple(sequence.lengths[0] for sequence in sequences))
-
-
-__all__ = ["LOG_RATIO_ABS", "BoundLoss", "LossSum", "Objective", "added"]
