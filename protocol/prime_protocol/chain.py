@@ -13,10 +13,18 @@ from prime_protocol import limits
 from prime_protocol.checkpoint import check_root
 from prime_protocol.chunk_index import INDEX_BYTES_MAX
 from prime_protocol.codec import DTYPES
+from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
-from prime_protocol.manifest import CheckpointKind, Encoding, Manifest, SignedManifest
+from prime_protocol.manifest import CheckpointKind, Encoding, Manifest, SignedManifest, open_manifest
 from prime_protocol.replay import ReplayPolicy
 from prime_protocol.run_spec import PinnedRun
+
+
+def checked_manifest(envelope: Envelope, run: PinnedRun) -> SignedManifest:
+    """Return a manifest of which the signature and all that `check_manifest` checks are right. Raises RemoteError."""
+    signed = open_manifest(envelope, run)
+    check_manifest(signed.manifest, run)
+    return signed
 
 
 def check_manifest(manifest: Manifest, run: PinnedRun) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Annotated
 
@@ -10,6 +11,12 @@ from pydantic import StringConstraints
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 """Pydantic type. `digest_of(b"")` is `af1349b9...`."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def is_digest(text: str) -> bool:
+    """Return whether a text has the form of a digest."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:

@@ -18,7 +18,7 @@ from prime_protocol.adapters import AdapterSpec
 from prime_protocol.amendment import CalibrationChain
 from prime_protocol.assignment import Count, Name, Sampling, Seed, Text
 from prime_protocol.check_policy import CheckPolicy
-from prime_protocol.digest import Digest
+from prime_protocol.digest import Digest, is_digest
 from prime_protocol.envelope import Envelope, PayloadType, WireModel, load_json, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.key_ring import KeyChain, RoleKeys
@@ -258,7 +258,7 @@ class JoinLink:
         if parts.port == 0:  # reading the port raises ValueError if it is not a number
             raise ValueError("the join link's port is 0")
         run, dot, invite = parts.fragment.partition(".")
-        if not re.fullmatch(r"[0-9a-f]{64}", run):
+        if not is_digest(run):
             raise ValueError(
                 "the join link lacks its run digest: 64 hex digits after '#'. Ask the operator for the whole link"
             )

@@ -49,10 +49,9 @@ from tests.node.crowd_world import Crowd, check_promises, persist
 from tests.node.standby_world import Pair, answers_of_stopped
 
 from prime_lab.memory_store import MemoryStore
-from prime_lab.postgres_server import PASSWORD, PostgresServer, postgres_server
+from prime_lab.postgres_server import PASSWORD, PostgresServer, open_postgres, postgres_server
 from prime_lab.s3_server import BUCKET, S3Server, s3_server
 from prime_node.adapters.storage.postgres_leader import TERM_SECONDS
-from prime_node.adapters.storage.postgres_store import open_postgres
 from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.state import events as ev

@@ -9,9 +9,9 @@ import asyncpg
 import pytest
 from tests.conformance.store_world import RUN, event, events, receipt
 
-from prime_lab.postgres_server import PASSWORD, USER, PostgresServer, postgres_server
+from prime_lab.postgres_server import PASSWORD, USER, PostgresServer, open_postgres, postgres_server
 from prime_node.adapters.storage import postgres_store
-from prime_node.adapters.storage.postgres_store import open_postgres, postgres_database, read_postgres, shown_place
+from prime_node.adapters.storage.postgres_store import postgres_database, read_postgres, shown_place
 from prime_node.ports.store import StoreConflict
 from prime_protocol.errors import LocalError, TransientFault
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from tests.conformance.store_world import OTHER_RUN, RUN, event, events, receipt
 
 from prime_lab.memory_store import MemoryStore
-from prime_lab.postgres_server import PostgresServer
-from prime_node.adapters.storage.postgres_store import open_postgres, read_postgres
+from prime_lab.postgres_server import PostgresServer, open_postgres
+from prime_node.adapters.storage import schema_versions
+from prime_node.adapters.storage.postgres_store import read_postgres
 from prime_node.adapters.storage.sql_store import ROWS_MAX, TABLES
 from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.ports.store import Chapter, LoggedEvent, Segment, Store, StoreConflict, StoredReceipt
@@ -228,6 +230,40 @@ async def test_a_database_of_a_release_without_versions_is_taken_over(tmp_path: 
     await store.close()
     with pytest.raises(LocalError, match="belongs to another run"):
         await open_sqlite(path, run=OTHER_RUN)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgres"])
+async def test_the_files_of_a_newer_release_change_the_tables_of_an_older_one(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "state.db"
+    url = "" if kind == "sqlite" else request.getfixturevalue("postgres").make_database()
+
+    async def opened() -> Store:
+        return await (open_postgres(url, run=RUN) if url else open_sqlite(path, run=RUN))
+
+    store = await opened()
+    await store.append([event(1)], [receipt("a")], ["zero"])
+    await store.close()
+    known, newer = schema_versions.FOLDER, tmp_path / "schema"
+    shutil.copytree(known, newer)
+    number = len(list((newer / kind).glob("*.sql"))) + 1
+    (newer / kind / f"{number:04}.sql").write_text("CREATE INDEX events_by_time ON events (at_ms)")
+    monkeypatch.setattr(schema_versions, "FOLDER", newer)
+    if url:
+        with pytest.raises(LocalError, match="has the tables of an older release: start the coordinator"):
+            await read_postgres(url, run=RUN)
+    for _ in range(2):  # the file is applied once
+        store = await opened()
+        await store.check()
+        assert await events(store) == [event(1)]
+        assert await store.ledger(start=0, limit=9) == ["zero"]
+        await store.close()
+    with pytest.raises(LocalError, match="belongs to another run"):
+        await (open_postgres(url, run=OTHER_RUN) if url else open_sqlite(path, run=OTHER_RUN))
+    monkeypatch.setattr(schema_versions, "FOLDER", known)
+    with pytest.raises(LocalError, match="written by a newer release"):
+        await opened()
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgres"])

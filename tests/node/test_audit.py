@@ -11,7 +11,8 @@ from tests.node.table_engine import table_weights
 from tests.node.worker_world import MODEL_FILES, ROOT, STRANGER, MemorySource, make_run
 
 from prime_node.adapters.storage.folder_source import FolderSource
-from prime_node.broadcast.audit.audit import AuditReport, Check, audit
+from prime_node.broadcast.audit.audit import audit
+from prime_node.broadcast.audit.audit_report import AuditReport, Check
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import pack_index
 from prime_protocol.digest import digest_of

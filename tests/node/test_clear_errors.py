@@ -19,7 +19,7 @@ from prime_node.cli.main import app
 from prime_node.cli.missing_extra import how_to_install
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.wire_store import open_blobs, open_store, read_store
+from prime_node.cli.wire_store import open_blobs, open_database, read_store
 from prime_protocol.errors import LocalError
 
 NOWHERE = f"http://127.0.0.1:1/#{'0' * 64}"
@@ -100,7 +100,7 @@ async def test_a_store_in_postgresql_without_its_driver_names_the_extra(
 ) -> None:
     monkeypatch.delitem(sys.modules, "prime_node.adapters.storage.postgres_store", raising=False)
     monkeypatch.setitem(sys.modules, "asyncpg", None)
-    for opened in (open_store, read_store):
+    for opened in (open_database, read_store):
         with pytest.raises(LocalError, match="stores in PostgreSQL need the extra 'postgres'"):
             await opened("postgresql://db/mine", make_run(), tmp_path)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from prime_node.adapters.models.pretrained_model import folder_weights
 from prime_node.broadcast.audit.compare import Fault, compare
 from prime_node.broadcast.audit.safetensors_file import DTYPE_OF, INDEX_FILE, NAMES, read_weights, write_safetensors
 from prime_protocol.codec import DTYPES
@@ -128,6 +129,19 @@ def test_the_shards_of_a_folder_are_one_model(tmp_path: Path) -> None:
     assert compare(first | second, read_weights(tmp_path)).equal
     (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
     assert read_weights(tmp_path).keys() == {"a"}
+
+
+def test_a_model_that_is_trained_begins_with_the_files_of_its_index(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "consolidated.safetensors", {"the same, by another name": bf16(1.0)})
+    write_safetensors(tmp_path / "model-00001-of-00001.safetensors", {"a": bf16(1.0)})
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00001.safetensors"}}))
+    assert folder_weights(tmp_path).keys() == {"a"}
+
+
+def test_a_model_with_quantized_weights_is_not_trained(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", {"a": bf16(1.0), "b": empty_like("fp8_e4m3", (0,))})
+    with pytest.raises(LocalError, match="tensor b has type fp8_e4m3; bf16, fp16, fp32 can be trained"):
+        folder_weights(tmp_path)
 
 
 def broken(tmp_path: Path, header: object, body: bytes = b"\0\0") -> Path:

@@ -22,12 +22,13 @@ from tests.node.coordinator_world import (
 from tests.node.operator_world import write_key
 from typer.testing import CliRunner, Result
 
-from prime_lab.postgres_server import PostgresServer
+from prime_lab.postgres_server import PostgresServer, open_postgres
 from prime_node.adapters.storage.postgres_store import postgres_database
+from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.adapters.storage.store_copy import moved_to, unfinished_from
 from prime_node.cli.main import app
 from prime_node.cli.run_dir import STATE, RunDir
-from prime_node.cli.wire_store import open_database, open_store, read_store, store_setting
+from prime_node.cli.wire_store import open_database, read_store, store_setting
 from prime_node.coordinator.ledger import load_chain
 from prime_node.coordinator.state.rules import rules_of
 from prime_node.coordinator.state.snapshot import state_to_json
@@ -106,7 +107,7 @@ async def test_a_run_moves_to_postgresql_and_back_and_goes_on_there(place: RunDi
     with pytest.raises(
         LocalError, match=r"state\.sqlite is not in use: the run has moved to postgresql://127.*set coordinator\.store"
     ):
-        await open_store("sqlite", RUN, place.coordinator)
+        await open_sqlite(place.coordinator / STATE, run=RUN.digest)
     async with running(await folder_parts(RUN, place.coordinator, store=url)) as world:
         await world.judge()
     after = await kept(url, place)
@@ -119,7 +120,7 @@ async def test_a_run_moves_to_postgresql_and_back_and_goes_on_there(place: RunDi
     assert await kept("sqlite", place) == after
     assert (place.public / "manifests" / "00000009.json").read_bytes() == b"of another machine"
     with pytest.raises(LocalError, match="is not in use: the run has moved to"):
-        await open_store(url, RUN, place.coordinator)
+        await open_postgres(url, run=RUN.digest)
     async with running(await folder_parts(RUN, place.coordinator)) as world:
         assert world.parts.run == RUN
     assert "coordinator.store=" in place.overrides_file.read_text()
@@ -130,10 +131,10 @@ async def test_a_running_coordinator_is_not_moved(place: RunDir, postgres: Postg
     lock = FolderLock(place.coordinator)
     assert "already uses it; stop that process" in await asyncio.to_thread(error_of, str(place.path), url)
     lock.release()
-    other = await open_store(url, RUN, tmp_path / "elsewhere")
+    other = await open_postgres(url, run=RUN.digest)
     assert "is used by the coordinator on" in await asyncio.to_thread(error_of, str(place.path), url)
     await other.close()
-    await (await open_store("sqlite", RUN, place.coordinator)).close()  # it is still the run's store
+    await (await open_sqlite(place.coordinator / STATE, run=RUN.digest)).close()  # it is still the run's store
 
 
 async def test_a_store_that_holds_a_state_is_not_overwritten(place: RunDir, postgres: PostgresServer) -> None:
@@ -165,7 +166,7 @@ async def test_a_move_that_was_killed_is_completed_by_the_same_command(
     with pytest.raises(
         LocalError, match=r"is not in use: a move into it from .*state\.sqlite has not ended; run that .* again"
     ):
-        await open_store(url, RUN, place.coordinator)
+        await open_postgres(url, run=RUN.digest)
     assert (await asyncio.to_thread(move, str(place.path), url)).exit_code == 0
     assert await kept(url, place) == before
 

@@ -31,12 +31,11 @@ from tests.node.crowd_world import Crowd, check_promises
 from tests.node.gateway_world import LISTENS, gateway_parts, hearing, serving
 from tests.node.standby_world import Pair, Place, answers_of_stopped
 
-from prime_lab.postgres_server import PASSWORD, PostgresServer
+from prime_lab.postgres_server import PASSWORD, PostgresServer, open_postgres
 from prime_lab.s3_server import BUCKET, S3Server
 from prime_node.adapters.storage.folder_blobs import FolderDocuments
 from prime_node.adapters.storage.leader_terms import ANSWER_SHARE, HeldTerm, TermRow, WatchedTerm
 from prime_node.adapters.storage.postgres_leader import TermKeeper
-from prime_node.adapters.storage.postgres_store import open_postgres
 from prime_node.adapters.web.noted_resolver import NotedResolver
 from prime_node.cli.outcome import MAY_PASS, outcome_of
 from prime_node.cli.wire_store import open_blobs, open_storage

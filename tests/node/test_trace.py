@@ -11,7 +11,9 @@ import pytest
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.timeline import TRAINER, Activity, Timeline, read_timeline
 from prime_node.cli.trace import chrome_trace
+from prime_node.worker.status import Status, write_status
 from prime_protocol.errors import LocalError
+from prime_protocol.requests import WorkerState
 
 
 def write(path: Path, *rows: dict[str, Any]) -> None:
@@ -45,7 +47,8 @@ def run_dir(tmp_path: Path) -> RunDir:
     )
     publication = {"time": 100.0, "policy_version": 0, "publish_seconds": 0.7, "upload_seconds": 0.2}
     write(run.trainer_metrics, {"time": 90.0, "sft_step": 3}, publication, step_row(0, 104.0), step_row(1, 108.0))
-    write(run.worker(1) / "status.json", {"worker": "key-of-anna"})
+    run.worker(1).mkdir(parents=True, exist_ok=True)
+    write_status(run.worker(1) / "status.json", Status("key-of-anna", WorkerState.IDLE, 0, 0, 0, 0.0, 0, 0, 0, 0))
     write(
         run.worker(1) / "timeline.jsonl",
         span("swap", 100_500, 100_600, policy_version=0),

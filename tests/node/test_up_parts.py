@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,9 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Row, RunProgress, one_line, render, size, sparkline
 from prime_node.cli.supervisor import ChildState
 from prime_node.folder_lock import FolderLock
+from prime_node.worker.status import Status, write_status
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError, TransientFault
+from prime_protocol.requests import WorkerState
 
 RUN = make_run()
 
@@ -65,7 +66,7 @@ def test_an_error_on_purpose_is_one_line_though_a_task_group_wraps_it() -> None:
 def test_a_stranger_with_a_local_workers_name_does_not_take_its_row(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
     run_dir.worker(1).mkdir()
-    (run_dir.worker(1) / "status.json").write_text(json.dumps({"worker": "ours"}))
+    write_status(run_dir.worker(1) / "status.json", Status("ours", WorkerState.IDLE, 0, 0, 0, 0.0, 0, 0, 0, 0))
     ours = {"worker": "ours", "name": "worker-1", "state": "generating", "policy_version": 3, "accepted": 8}
     stranger = {**ours, "worker": "stranger", "banned": {"step": 3, "reason": "forged"}, "accepted": 0}
     progress = progress_of(

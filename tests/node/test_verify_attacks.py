@@ -12,7 +12,8 @@ from tests.node.worker_world import COORDINATOR, MODEL_FILES, ROOT, STRANGER, TR
 from tests.time_world import VirtualClock
 
 from prime_node.adapters.storage.folder_source import FolderSource
-from prime_node.broadcast.audit.audit import Check, audit
+from prime_node.broadcast.audit.audit import audit
+from prime_node.broadcast.audit.audit_report import Check
 from prime_node.broadcast.audit.paced import PacedSource
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.chunk_index import pack_index

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prime_node.cli.options import AsJson
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
 from prime_node.folder_lock import FolderInUse, FolderLock
@@ -26,7 +27,7 @@ NOTES_SHOWN = 3
 
 def coordinator_replay(
     run: Annotated[Path, typer.Argument(help="Run directory of a coordinator.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fold the archived journal again: does all follow?
 

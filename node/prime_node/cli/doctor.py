@@ -25,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from prime_node.cli.finding import Finding
 from prime_node.cli.missing_extra import how_to_install
+from prime_node.cli.options import AsJson
 from prime_node.cli.place import HOME, given_link, parse_link
 from prime_node.cli.run_status import RunStatus, clock_ahead_s, run_pace, run_status
 from prime_node.cli.say import say
@@ -61,7 +62,7 @@ def doctor(
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="With a link: measure disk, network and engine, in a minute.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check what this machine can do, and what is missing for the rest.
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.place import HOME, parse_link
+from prime_node.cli.place import HOME, Link, OwnKey, parse_link
 from prime_node.cli.say import say
 from prime_node.patience import unless
 from prime_protocol.run_spec import JoinLink, PinnedRun
@@ -28,7 +28,7 @@ GRACE_S = 10.0
 
 
 def evaluate(
-    link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
+    link: Link,
     every: Annotated[int, typer.Option("--every", min=1, help="Evaluate every N-th policy.")] = 1,
     folder: Annotated[
         Path | None,
@@ -36,10 +36,7 @@ def evaluate(
             help="Where policies and evaluations.jsonl are kept [~/.prime-node/evaluate/RUN].", show_default=False
         ),
     ] = None,
-    key: Annotated[
-        Path | None,
-        typer.Option(help="Key file, made on first use [FOLDER/identity.key].", show_default=False),
-    ] = None,
+    key: OwnKey = None,
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "WARNING",

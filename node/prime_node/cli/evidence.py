@@ -11,7 +11,7 @@ import typer
 
 from prime_node.cli.deciding_bundle import about_the_bundle
 from prime_node.cli.dossier_file import DossierFile, read_dossier
-from prime_node.cli.options import ConfigFile, Options, Set
+from prime_node.cli.options import AsJson, ConfigFile, ExpectedRun, Options, Set
 from prime_node.cli.replay import exit_with_report
 from prime_node.cli.replay_target import ReplayOptions
 from prime_node.cli.say import say
@@ -94,7 +94,7 @@ def evidence_verify(
             help="Ban dossier, coordinator/evidence/ban-WORKER-TIME.jsonl in the run's folder; or a folder of `replay`."
         ),
     ],
-    run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
+    run: ExpectedRun = None,
     model: Annotated[
         Path | None,
         typer.Option(
@@ -133,7 +133,7 @@ def evidence_verify(
     ] = False,
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check the evidence for a ban, or of a re-execution. Settings are those of the environments, such as their data folder.
 
@@ -201,8 +201,8 @@ def evidence_verify(
 @evidence.command("contradiction")
 def evidence_contradiction(
     file: Annotated[Path, typer.Argument(help="A worker's contradiction-LEASE.jsonl.")],
-    run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    run: ExpectedRun = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check that a coordinator contradicts itself.
 

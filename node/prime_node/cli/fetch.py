@@ -12,7 +12,7 @@ from rich.console import Console
 
 from prime_node import __version__
 from prime_node.cli.options import ConfigFile, LogLevel, Options, Set
-from prime_node.cli.place import HOME, parse_link
+from prime_node.cli.place import HOME, Link, parse_link
 from prime_node.cli.say import say
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.run_spec import JoinLink
@@ -29,7 +29,7 @@ PEERS_S = 1.0
 
 
 def fetch(
-    link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
+    link: Link,
     policy: Annotated[
         int | None, typer.Option("--policy", min=0, help="This policy instead of the newest.", show_default=False)
     ] = None,

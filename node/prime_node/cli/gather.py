@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.screen import Row, RunProgress, recent, size
 from prime_node.cli.supervisor import ChildState
-from prime_node.inside import read_regular
 from prime_node.observe import rows_with
-from prime_node.worker.status import STATUS_BYTES_MAX
+from prime_node.worker.status import read_status
+from prime_protocol.errors import LocalError
 from prime_protocol.run_spec import PinnedRun
 
 
@@ -54,8 +53,8 @@ def _key_id(folder: Path) -> str:
     Names prove nothing: any worker may use "worker-1" as its name.
     """
     try:
-        return str(json.loads(read_regular(folder / "status.json", bytes_max=STATUS_BYTES_MAX))["worker"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return read_status(folder / "status.json").worker
+    except LocalError:
         return ""
 
 

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from prime_node.cli.options import AsJson, ExpectedRun
 from prime_node.cli.place import is_url, named_in
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
@@ -68,7 +69,7 @@ class _SignedLedger:
 def ledger_export(
     target: Annotated[str, typer.Argument(help="Join link, URL or run directory.")],
     out: Annotated[Path, typer.Option("--out", help="File to write.")] = Path("ledger.jsonl"),
-    run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
+    run: ExpectedRun = None,
 ) -> None:
     """Write the ledger to a file that verifies offline.
 
@@ -115,8 +116,8 @@ def ledger_verify(
             "of this machine.",
         ),
     ] = None,
-    run: Annotated[str | None, typer.Option("--run", help="Expected digest of the run.", show_default=False)] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    run: ExpectedRun = None,
+    as_json: AsJson = False,
 ) -> None:
     """Verify a ledger: its chain, signatures and your receipts.
 

@@ -6,9 +6,11 @@ it names the checkout, the release folder, or the wheel file that this installat
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,6 +70,15 @@ def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
     return LocalError(f"{purpose} need the extra {extra!r} ({error}): {how_to_install(extra)}")
 
 
+@contextlib.contextmanager
+def needing_extra(extra: str, purpose: str) -> Iterator[None]:
+    """Raise LocalError, with the command that installs the extra, if an import in the block fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise missing_extra(extra, purpose, error) from None
+
+
 def missing_module(error: ModuleNotFoundError, command: str = "") -> LocalError | None:
     """Return the error of a command that imported a missing optional module; None if no extra has the module."""
     module = (error.name or "").partition(".")[0]
@@ -110,16 +121,8 @@ def _of_release(extras: tuple[str, ...], folder: Path, kept: dict[str, Any]) -> 
     roles = [{"train": "trainer", "coordinator": "operator"}.get(extra, extra) for extra in extras]
     if set(roles) <= set(ROLES):
         words = [word for role in roles for word in ("--role", role)]
-        words += [
-            "--from",
-            source,
-            "--key",
-            str(kept.get("key", "")),
-            "--to",
-            str(folder),
-            "--bin",
-            str(kept.get("bin", "")),
-        ]
+        words += ["--from", source, "--key", str(kept.get("key", ""))]
+        words += ["--to", str(folder), "--bin", str(kept.get("bin", ""))]
         return f"python3 -I install.py {shlex.join(words)}, with the install.py that you installed with"
     wheel = (
         f"{source if '://' in source else f'file://{source}'}/{kept.get('wheel', '')}#sha256={kept.get('sha256', '')}"

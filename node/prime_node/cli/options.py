@@ -39,6 +39,11 @@ Set = Annotated[
         show_default=False,
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
+ExpectedRun = Annotated[
+    str | None,
+    typer.Option("--run", help="Expected digest of the run; the join link contains it.", show_default=False),
+]
 StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True, help="Stop when standard input ends.")]
 LogLevel = Annotated[
     Literal["DEBUG", "INFO", "WARNING", "ERROR"], typer.Option("--log-level", case_sensitive=False, help="Log level.")

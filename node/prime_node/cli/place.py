@@ -23,11 +23,15 @@ HOME = Path.home() / ".prime-node"
 LINK_CHARS_MAX = 2**14
 """Characters of a join link that are read from standard input."""
 
+Link = Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")]
 Run = Annotated[str, typer.Argument(help="Run directory, or join link (then --key and --folder are needed).")]
 GatewayRun = Annotated[str, typer.Argument(help="Run directory, or join link (then --set gateway.key=FILE is needed).")]
 Key = Annotated[
     Path | None,
     typer.Option("--key", help="Private key of the role; the run directory's own if left out.", show_default=False),
+]
+OwnKey = Annotated[
+    Path | None, typer.Option(help="Key file, made on first use [FOLDER/identity.key].", show_default=False)
 ]
 Folder = Annotated[Path | None, typer.Option("--folder", help="Where the role keeps its state.", show_default=False)]
 
@@ -45,7 +49,7 @@ class Place:
 
 def find_place(run: str, role: str, *, key: Path | None, folder: Path | None) -> Place:
     """Find the run, key and folder of a role. Raises LocalError if something is missing."""
-    if run.startswith(("http://", "https://")):
+    if is_url(run):
         if key is None or folder is None:
             raise LocalError(f"with a join link, {role} needs --key FILE and --folder DIR")
         return Place(parse_link(run), load_key(key), folder, FolderLock(folder))

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from prime_node.cli.lifetime import INTERRUPTED
-from prime_node.cli.options import ConfigFile, Options, Set, StopWithParent
+from prime_node.cli.options import AsJson, ConfigFile, ExpectedRun, Options, Set, StopWithParent
 from prime_node.cli.ranks import OutcomeFile, launch_ranks, run_as_rank
 from prime_node.cli.replay_progress import show_progress
 from prime_node.cli.replay_target import ReplayOptions, replay_target
@@ -80,10 +80,7 @@ def replay(
             "--key", help="Auditor's private key, for a run that gives bundles to auditors only.", show_default=False
         ),
     ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option("--run", help="Expected digest of the run; the join link contains it.", show_default=False),
-    ] = None,
+    run: ExpectedRun = None,
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -97,7 +94,7 @@ def replay(
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     stop_with_parent: StopWithParent = False,
     outcome_file: OutcomeFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train published steps again, and compare the result with the published policies bit for bit.
 

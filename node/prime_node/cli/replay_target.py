@@ -175,6 +175,7 @@ class _TargetReplay:
             scratch.close()
 
     async def _chosen(self, folder: Path) -> None:
+        from prime_node.cli.wire_environments import end_environments
         from prime_node.replay.material import given
         from prime_node.trainer.pinned_recipe import config_of
 
@@ -198,14 +199,17 @@ class _TargetReplay:
         if not options.batches_only:
             retrained = config_of(document, material.policy, trusted_code=options.code)
         are_needed = options.genesis or (retrained is not None and retrained.asks_environments)
-        worlds = {}
+        worlds: dict[str, Environment] = {}
         if options.rewards or are_needed:
-            advice = "" if are_needed else ". --no-rewards leaves out what needs the run's environments"
-            worlds = wire_replay.replay_environments(material.run, model, self.grants, folder, advice=advice)
+            try:
+                worlds = wire.environments(material.run.spec, model, self.grants, folder=folder)
+            except LocalError as error:
+                advice = "" if are_needed else ". --no-rewards leaves out what needs the run's environments"
+                raise LocalError(f"{error}{advice}") from None
         try:
             await self._with_environments(steps, head, retrained, worlds, model, folder)
         finally:
-            wire_replay.end_worlds(worlds)
+            end_environments(worlds)
 
     async def _with_environments(
         self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.place import HOME, parse_link
+from prime_node.cli.place import HOME, Link, OwnKey, parse_link
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
@@ -28,14 +28,12 @@ STATUS_S = 10.0
 
 
 def seed(
-    link: Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")],
+    link: Link,
     folder: Annotated[
         Path | None,
         typer.Option(help="Folder of policies [~/.prime-node/seeds/RUN].", show_default=False),
     ] = None,
-    identity: Annotated[
-        Path | None, typer.Option(help="Key file, made on first use [FOLDER/identity.key].", show_default=False)
-    ] = None,
+    identity: OwnKey = None,
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     log_level: LogLevel = "INFO",

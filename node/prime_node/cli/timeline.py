@@ -9,16 +9,14 @@ For workers elsewhere there are only leases. Times are the coordinator's clock; 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prime_node.cli.run_dir import RunDir
-from prime_node.inside import read_regular
 from prime_node.observe import read_json_lines
-from prime_node.worker.status import STATUS_BYTES_MAX
+from prime_node.worker.status import read_status
 from prime_protocol.errors import LocalError
 
 TRAINER, PUBLISHER, BROADCAST, CHECKS = "trainer", "publisher", "broadcast", "checks"
@@ -133,8 +131,8 @@ def _own_workers(run_dir: RunDir) -> tuple[dict[str, str], dict[str, list[dict[s
     for folder in sorted(run_dir.path.glob("worker-*")):
         found = _read(folder / "timeline.jsonl")
         try:
-            key = str(json.loads(read_regular(folder / "status.json", bytes_max=STATUS_BYTES_MAX))["worker"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            key = read_status(folder / "status.json").worker
+        except LocalError:
             continue
         if found:
             names[key], rows[key] = folder.name, found

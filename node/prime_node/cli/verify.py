@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from prime_node.cli.options import AsJson, ExpectedRun
 from prime_node.cli.say import say
 
 if TYPE_CHECKING:
@@ -93,11 +94,8 @@ def verify(
             show_default="nine tenths of what is available",
         ),
     ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option("--run", help="Expected digest of the run; the join link contains it.", show_default=False),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    run: ExpectedRun = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check signatures, chain and every byte of a published checkpoint, and compare, prove or export its content.
 

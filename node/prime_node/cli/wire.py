@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from prime_node.cli import wire_adapters
-from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.missing_extra import needing_extra
 from prime_node.cli.place import HOME, named_in
 from prime_node.cli.wire_classes import engine_info, has_gpu_driver, parts_of_kind, vllm_extra
 from prime_protocol.errors import LocalError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prime_node.adapters.storage.folder_source import FolderSource
     from prime_node.adapters.system_clock import SystemClock
     from prime_node.adapters.web.http_client import HttpClient
-    from prime_node.broadcast.audit.audit import AuditReport
+    from prime_node.broadcast.audit.audit_report import AuditReport
     from prime_node.broadcast.follow.trust import LinkedPeers, Trust
     from prime_node.config import SandboxSettings
     from prime_node.envs.settings import EnvironmentSettings
@@ -236,10 +236,8 @@ def transformers_engine(
     model: Path, *, dtype: str, threads: int, device: str = "cpu", **options: Any
 ) -> TransformersEngine:
     """Return the transformers engine with further `options`. Raises LocalError."""
-    try:
+    with needing_extra("trainer", "the transformers engine, validators and the trainer"):
         from prime_node.adapters.engines.transformers_engine import TransformersEngine
-    except ImportError as error:
-        raise missing_extra("trainer", "the transformers engine, validators and the trainer", error) from None
     dtype = "fp32" if dtype == "auto" else dtype
     if dtype not in ("fp32", "bf16"):
         raise LocalError(f"the transformers engine computes in fp32 or bf16, not in {dtype}: vLLM does")
@@ -247,10 +245,8 @@ def transformers_engine(
 
 
 def _vllm() -> type[VllmEngine]:
-    try:
+    with needing_extra(vllm_extra(), "the vLLM engine"):
         from prime_node.adapters.engines.vllm_engine import VllmEngine
-    except ImportError as error:
-        raise missing_extra(vllm_extra(), "the vLLM engine", error) from None
     return VllmEngine
 
 

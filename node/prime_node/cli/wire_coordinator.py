@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_node.cli import wire, wire_swarm
-from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.missing_extra import needing_extra
 from prime_node.cli.run_dir import ARCHIVED, SECRET
-from prime_node.cli.wire_gateway import gateway_listener
 from prime_node.cli.wire_rows import rows_in
 from prime_node.cli.wire_store import open_blobs, open_direct, open_storage, read_store
 from prime_protocol.errors import LocalError
@@ -41,12 +40,11 @@ async def coordinator_parts(
     gateway_key: Path,
 ) -> Parts:
     """Return the coordinator's parts, with the store and the blobs of its settings. Raises LocalError."""
-    try:
+    with needing_extra("operator", "a coordinator's metrics"):
         from prime_node.adapters.prometheus_metrics import PrometheusMetrics
-        from prime_node.adapters.web.aiohttp_server import AiohttpServer
-        from prime_node.adapters.web.http_peer import HttpDialBack
-    except ImportError as error:
-        raise missing_extra("operator", "a coordinator's metrics", error) from None
+    from prime_node.adapters.link.link_server import LinkServer
+    from prime_node.adapters.web.aiohttp_server import AiohttpServer
+    from prime_node.adapters.web.http_peer import HttpDialBack
     from prime_node.broadcast.follow.pinned import model_files_in
     from prime_node.coordinator.assembly import Parts
     from prime_node.keyfile import keep_secret
@@ -73,7 +71,7 @@ async def coordinator_parts(
         public=blobs,
         published=storage.published,
         private=storage.private,
-        gateways=gateway_listener() if has_gateways else None,
+        gateways=LinkServer() if has_gateways else None,
         gateway_secret=keep_secret(gateway_key, secrets.token_bytes(32)) if has_gateways else b"",
         leadership=storage.leadership,
         web=AiohttpServer(),
@@ -185,11 +183,9 @@ def _coordinator_network(run: PinnedRun, key: SigningKey, settings: CoordinatorC
     """Return the coordinator's libp2p host, or None if it has no listen address. Raises LocalError."""
     if not settings.p2p_listen:
         return None
-    try:
+    with needing_extra("p2p", "a libp2p host of the coordinator"):
         from prime_node.adapters.peers.libp2p_host import PeerSettings
         from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
-    except ImportError as error:
-        raise missing_extra("p2p", "a libp2p host of the coordinator", error) from None
     if not settings.p2p_announce and all("/0.0.0.0/" in listen for listen in settings.p2p_listen):
         raise LocalError(
             "coordinator.p2p_listen names no address that others could dial: set coordinator.p2p_announce, "

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.missing_extra import needing_extra
 from prime_node.cli.wire_own_code import Renderers, build_own_environment, require_same_code, with_own_reward
 from prime_node.envs.dataset import COMPARISONS, DatasetSource, Row, rows_of_json_lines
 from prime_node.envs.grants import grant_of, is_granted
@@ -291,11 +291,9 @@ def with_file_at_hand(
 
 
 def _verifiers(model: Path, spec: EnvironmentSpec) -> Environment:
-    try:
+    with needing_extra("verifiers", "environments of verifiers"):
         from prime_node.adapters.environments.verifiers_v1 import VerifiersEnvironment
         from prime_node.adapters.web.aiohttp_server import AiohttpServer
-    except ImportError as error:
-        raise missing_extra("verifiers", "environments of verifiers", error) from None
     if spec.turns_max < 2:
         raise ValueError("set turns_max above 1: verifiers renders the prompts of its rollouts itself")
     options = dict(spec.options)
@@ -314,10 +312,8 @@ def _verifiers(model: Path, spec: EnvironmentSpec) -> Environment:
 def _reasoning_gym(
     renderer: Renderers, around: Around, answers_as_code: Container[str], code: Path | None, spec: EnvironmentSpec
 ) -> Environment:
-    try:
+    with needing_extra("envs", "reasoning-gym environments"):
         from prime_node.adapters.environments.reasoning_gym import ReasoningGymSource
-    except ImportError as error:
-        raise missing_extra("envs", "reasoning-gym environments", error) from None
     if "reward" in spec.options:
         return with_own_reward(partial(ReasoningGymSource, True), renderer, around, code, spec)
     make = partial(ReasoningGymSource, spec.name in answers_as_code)
@@ -325,10 +321,8 @@ def _reasoning_gym(
 
 
 def _parquet(renderer: Renderers, around: Around, code: Path | None, spec: EnvironmentSpec) -> Environment:
-    try:
+    with needing_extra("parquet", "environments over Parquet files"):
         from prime_node.adapters.environments.parquet_rows import read_parquet
-    except ImportError as error:
-        raise missing_extra("parquet", "environments over Parquet files", error) from None
     return _dataset(renderer, around, code, read_parquet, spec)
 
 
@@ -344,10 +338,8 @@ def _dataset(
     comparisons = dict(COMPARISONS)
     grading: Around = as_it_is  # the comparisons above are ours, and parse nothing
     if spec.options.get("compare") == "math":
-        try:
+        with needing_extra("envs", 'environments that compare = "math"'):
             from prime_node.adapters.environments.math_answers import is_same_math
-        except ImportError as error:
-            raise missing_extra("envs", 'environments that compare = "math"', error) from None
         comparisons["math"] = is_same_math
         grading = around
     return from_source(partial(DatasetSource, read, comparisons), renderer, grading)(spec)
@@ -359,8 +351,6 @@ def _renderer(model: Path, name: str) -> Renderer:
         from prime_node.adapters.models.template_renderer import TemplateRenderer
 
         return TemplateRenderer(model)
-    try:
+    with needing_extra("verifiers", "renderers of model families"):
         from prime_node.adapters.models.package_renderer import PackageRenderer
-    except ImportError as error:
-        raise missing_extra("verifiers", "renderers of model families", error) from None
     return PackageRenderer(model, name=name)

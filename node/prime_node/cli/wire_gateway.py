@@ -1,4 +1,4 @@
-"""The part of wire.py for gateways and their link to the coordinator."""
+"""The part of wire.py for gateways: their link to the coordinator, and their blobs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ if TYPE_CHECKING:
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.coordinator.gateway.config import GatewayConfig
     from prime_node.ports.blobs import Blobs
-    from prime_node.ports.writer_link import GatewayListener, WriterLink
-
-
-def gateway_listener() -> GatewayListener:
-    """Return the coordinator's side of the link."""
-    from prime_node.adapters.link.link_server import LinkServer
-
-    return LinkServer()
+    from prime_node.ports.writer_link import WriterLink
 
 
 def writer_link(settings: GatewayConfig, secret: bytes, run: str) -> WriterLink:

@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 
 from prime_node.cli import wire, wire_training
 from prime_node.cli.wire_classes import has_gpu_driver
-from prime_protocol.errors import LocalError
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 
 if TYPE_CHECKING:
     from prime_node.cli.wire_training import Ranks
-    from prime_node.envs.settings import EnvironmentSettings
     from prime_node.ports.environment import Environment
     from prime_node.ports.transport import LedgerSource, ReplaySource
     from prime_node.replay.material import Material
@@ -33,24 +31,6 @@ async def replay_model(source: ReplaySource, run: PinnedRun, folder: Path) -> Pa
     await fetch_model_files([source], run, folder / "model")
     await asyncio.to_thread(require_plain, folder / "model")
     return folder / "model"
-
-
-def replay_environments(
-    run: PinnedRun, model: Path, grants: EnvironmentSettings, folder: Path, *, advice: str
-) -> dict[str, Environment]:
-    """Start the run's environments in a process of their own. Raises LocalError, with the advice."""
-    try:
-        return wire.environments(run.spec, model, grants, folder=folder)
-    except LocalError as error:
-        raise LocalError(f"{error}{advice}") from None
-
-
-def end_worlds(worlds: dict[str, Environment]) -> None:
-    """End the environments' process, if one was started."""
-    if worlds:
-        from prime_node.cli.wire_environments import end_environments
-
-        end_environments(worlds)
 
 
 def take_bounds(source: ReplaySource, run: PinnedRun) -> None:
@@ -96,7 +76,6 @@ def replay_runner(
     state, so only `genesis` and adapters need those that the recipe names.
     """
     from prime_node.trainer.config import RanksConfig
-    from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.step_runner import StepRunner
 
     named = numerics.split("/")
@@ -109,14 +88,7 @@ def replay_runner(
         config = config.model_copy(update={"initial_weights": None, "critic": critic})
     wire_training.require_device(config)
     spec = material.run.spec
-    lessons = Lessons(
-        worlds,
-        {environment.name: environment.weight for environment in spec.environments},
-        wire.tokenizer(model),
-        seed=config.seed,
-        problems=config.sft.problems,
-        batch_size=config.sft.batch_size,
-    )
+    lessons = wire_training.lessons_of(spec, config, worlds, wire.tokenizer(model))
     on_pass = partial(material.progress.note, "passes")
     backend = wire_training.train_backend(config, spec, ranks, model=model, on_pass=on_pass)
     return StepRunner(run=material.run, config=config, backend=backend, feed=feed, lessons=lessons, clock=wire.clock())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.missing_extra import needing_extra
 from prime_node.observe import BestEffort, JsonLines, Recorder, Recorders
 
 if TYPE_CHECKING:
@@ -21,16 +21,12 @@ def rows_in(
     """
     rows: list[Recorder] = [BestEffort(JsonLines(folder / "metrics.jsonl"))]
     if tensorboard:
-        try:
+        with needing_extra("tensorboard", "rows for TensorBoard"):
             from prime_node.adapters.tensorboard_rows import TensorboardRows
-        except ImportError as error:
-            raise missing_extra("tensorboard", "rows for TensorBoard", error) from None
         rows.append(TensorboardRows(folder / "tensorboard"))
     if wandb_project is not None:
-        try:
+        with needing_extra("wandb", "rows for Weights & Biases"):
             from prime_node.adapters.wandb_rows import WandbRows
-        except ImportError as error:
-            raise missing_extra("wandb", "rows for Weights & Biases", error) from None
         run_id, name = (run.digest[:32], run.spec.name)
         if who is not None:
             run_id, name = f"{run_id}-{who}", f"{name} {who}"

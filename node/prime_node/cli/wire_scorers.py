@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node.cli import wire, wire_adapters
-from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.missing_extra import needing_extra
 from prime_node.cli.wire_classes import parts_of_kind, vllm_extra
 from prime_protocol.errors import LocalError
 from prime_protocol.schedule import SwapPolicy
@@ -61,8 +61,6 @@ def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> SamplingSc
 
 
 def _vllm() -> type[VllmScorer]:
-    try:
+    with needing_extra(vllm_extra(), "a validator's vLLM"):
         from prime_node.adapters.engines.vllm_scorer import VllmScorer
-    except ImportError as error:
-        raise missing_extra(vllm_extra(), "a validator's vLLM", error) from None
     return VllmScorer

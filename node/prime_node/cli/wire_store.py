@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.missing_extra import needing_extra
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import STATE
 from prime_protocol.errors import LocalError
@@ -62,18 +62,16 @@ async def open_storage(settings: CoordinatorConfig, run: PinnedRun, folder: Path
 
     published, private = FolderDocuments(public), FolderDocuments(folder / EVIDENCE)
     if settings.store == EMBEDDED:
-        return Storage(await open_store(settings.store, run, folder), published, private)
-    try:
+        return Storage(await _open_embedded(run, folder), published, private)
+    with needing_extra("postgres", "stores in PostgreSQL"):
         from prime_node.adapters.storage.postgres_store import follow_postgres
-    except ImportError as error:
-        raise missing_extra("postgres", "stores in PostgreSQL", error) from None
     from prime_node.adapters.storage.schema_versions import require_open
     from prime_node.adapters.storage.shared_documents import PostgresLeadership, SharedDocuments
-    from prime_node.adapters.storage.sql_store import SqlStore
+    from prime_node.adapters.storage.sql_store import SqlStore, info_of
 
     database = await follow_postgres(settings.store, run=run.digest, term_s=settings.term_seconds)
     try:
-        require_open(await database.info(), place=database.place)
+        require_open(await info_of(database), place=database.place)
         store = await SqlStore.over(database)
     except BaseException:
         await database.close()
@@ -87,17 +85,10 @@ async def open_storage(settings: CoordinatorConfig, run: PinnedRun, folder: Path
     )
 
 
-async def open_store(setting: str, run: PinnedRun, folder: Path) -> SqlStore:
-    """Open the store for the coordinator. Raises LocalError."""
-    if setting == EMBEDDED:
-        from prime_node.adapters.storage.sqlite_store import open_sqlite
+async def _open_embedded(run: PinnedRun, folder: Path) -> SqlStore:
+    from prime_node.adapters.storage.sqlite_store import open_sqlite
 
-        return await open_sqlite(folder / STATE, run=run.digest)
-    try:
-        from prime_node.adapters.storage.postgres_store import open_postgres
-    except ImportError as error:
-        raise missing_extra("postgres", "stores in PostgreSQL", error) from None
-    return await open_postgres(setting, run=run.digest)
+    return await open_sqlite(folder / STATE, run=run.digest)
 
 
 async def open_database(setting: str, run: PinnedRun, folder: Path) -> tuple[Database, str]:
@@ -107,10 +98,8 @@ async def open_database(setting: str, run: PinnedRun, folder: Path) -> tuple[Dat
 
         path = (folder / STATE).resolve()  # the same name from each working folder
         return await sqlite_database(path, run=run.digest), str(path)
-    try:
+    with needing_extra("postgres", "stores in PostgreSQL"):
         from prime_node.adapters.storage.postgres_store import postgres_database, shown_place
-    except ImportError as error:
-        raise missing_extra("postgres", "stores in PostgreSQL", error) from None
     return await postgres_database(setting, run=run.digest), shown_place(setting)
 
 
@@ -171,11 +160,9 @@ async def read_store(setting: str, run: PinnedRun, folder: Path) -> SqlStore:
     if not has_store(setting, folder):
         raise LocalError(f"{folder} holds no {STATE}: the coordinator has not run yet")
     if setting == EMBEDDED:
-        return await open_store(setting, run, folder)
-    try:
+        return await _open_embedded(run, folder)
+    with needing_extra("postgres", "stores in PostgreSQL"):
         from prime_node.adapters.storage.postgres_store import read_postgres
-    except ImportError as error:
-        raise missing_extra("postgres", "stores in PostgreSQL", error) from None
     return await read_postgres(setting, run=run.digest)
 
 
@@ -198,10 +185,8 @@ async def open_blobs(setting: str, run: PinnedRun, folder: Path) -> Blobs:
         from prime_node.adapters.storage.folder_blobs import FolderBlobs
 
         return FolderBlobs(folder)
-    try:
+    with needing_extra("s3", "blobs in S3"):
         from prime_node.adapters.storage.s3_blobs import open_s3
-    except ImportError as error:
-        raise missing_extra("s3", "blobs in S3", error) from None
     bounds = run.spec.limits
     bytes_max = max(bounds.blob_bytes_max, bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
     return await open_s3(setting, folder.name, run=run.digest, bytes_max=bytes_max)

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.missing_extra import missing_extra, needing_extra
 from prime_node.cli.wire import clock, trust
 from prime_protocol.addresses import endpoint_of, place_of
 from prime_protocol.errors import LocalError
@@ -243,11 +243,9 @@ def peer_network(
     require_tcp("swarm.p2p_bootstrap", [text for one in bootstrap for text in one.addresses])
 
     def made() -> PeerNetwork:
-        try:
+        with needing_extra("p2p", "links over libp2p"):
             from prime_node.adapters.peers.libp2p_host import PeerSettings
             from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
-        except ImportError as error:
-            raise missing_extra("p2p", "links over libp2p", error) from None
         settings = PeerSettings(
             listen=() if config.private else config.p2p_listen,
             announce=config.p2p_announce,

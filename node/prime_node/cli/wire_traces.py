@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.missing_extra import needing_extra
 from prime_node.observe import wanted_traces
 from prime_node.traces import use_traces
 
@@ -17,10 +17,8 @@ def traced(role: str, run: str) -> Iterator[None]:
     if wanted is None:
         yield
         return
-    try:
+    with needing_extra("traces", "traces"):
         from prime_node.adapters.otlp_traces import OtlpTraces
-    except ImportError as error:
-        raise missing_extra("traces", "traces", error) from None
     traces = OtlpTraces(wanted.url, role=role, run=run, share=wanted.share)
     use_traces(traces)
     try:

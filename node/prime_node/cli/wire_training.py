@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_node.cli import wire, wire_adapters
-from prime_node.cli.missing_extra import missing_extra
+from prime_node.cli.missing_extra import needing_extra
 from prime_node.cli.wire_gpus import require_trainer_memory
 from prime_node.cli.wire_rows import rows_in
 from prime_protocol.errors import LocalError
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from prime_node.ports.transport import PublishPort
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.evaluate import Evaluator
+    from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -41,19 +42,15 @@ EVALUATION_CACHE_BYTES = 2**28
 
 def is_under_torchrun() -> bool:
     """Return whether torchrun started this process."""
-    try:
+    with needing_extra("trainer", "trainers"):
         from prime_node.adapters.training.ranks import is_launched
-    except ImportError as error:
-        raise missing_extra("trainer", "trainers", error) from None
     return is_launched()
 
 
 def require_device(settings: TrainerConfig) -> None:
     """Raise LocalError if torch is missing, or has no such device here."""
-    try:
+    with needing_extra("trainer", "trainers"):
         from prime_node.adapters.hardware import has_gpu
-    except ImportError as error:
-        raise missing_extra("trainer", "trainers", error) from None
 
     for name, device in (("device", settings.device), ("evaluation_device", settings.evaluation_device)):
         if device is not None and device.startswith("cuda") and not has_gpu():
@@ -165,10 +162,8 @@ async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) ->
     rows: Recorder = Recorders(files, Headlines(line_of))
     async with contextlib.AsyncExitStack() as stack:
         if settings.metrics_port is not None:
-            try:
+            with needing_extra("operator", "metrics for Prometheus"):
                 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
-            except ImportError as error:
-                raise missing_extra("operator", "metrics for Prometheus", error) from None
             from prime_node.adapters.web.aiohttp_server import AiohttpServer
             from prime_node.observe import Gauges
             from prime_node.ports.web import CallerBounds
@@ -239,6 +234,17 @@ def evaluator_of(
     )
 
 
+def lessons_of(
+    spec: RunSpec, settings: TrainerConfig, worlds: Mapping[str, Environment], tokenizer: Tokenizer
+) -> Lessons:
+    """Return the sampler of the supervised phase's problems."""
+    from prime_node.trainer.lessons import Lessons
+
+    shares = {environment.name: environment.weight for environment in spec.environments}
+    sft = settings.sft
+    return Lessons(worlds, shares, tokenizer, seed=settings.seed, problems=sft.problems, batch_size=sft.batch_size)
+
+
 def trainer_parts(
     run: PinnedRun,
     client: HttpClient,
@@ -258,7 +264,6 @@ def trainer_parts(
     from prime_node.trainer.checkpointing import Checkpoints
     from prime_node.trainer.committing import Committer
     from prime_node.trainer.kept_rewards import KeptRewards
-    from prime_node.trainer.lessons import Lessons
     from prime_node.trainer.trainer import Trainer, record_published
     from prime_node.training_data.feed import Feed
     from prime_node.training_data.kept_bundles import KeptBundles
@@ -292,14 +297,7 @@ def trainer_parts(
         ),
         evaluator=trainer_evaluator(run, settings, backend, model, read, worlds),
         rewards=KeptRewards(folder / "rewards"),
-        lessons=Lessons(
-            worlds,
-            {environment.name: environment.weight for environment in spec.environments},
-            read,
-            seed=settings.seed,
-            problems=settings.sft.problems,
-            batch_size=settings.sft.batch_size,
-        ),
+        lessons=lessons_of(spec, settings, worlds, read),
         checkpoints=Checkpoints(
             folder / "checkpoints",
             run=run.digest,

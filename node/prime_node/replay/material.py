@@ -19,11 +19,11 @@ from prime_node.patience import may_pass
 from prime_node.ports.transport import ReplaySource, Unreachable
 from prime_node.replay.finding import ReplayFault, Unfaithful, Withheld
 from prime_node.replay.progress import ReplayProgress
-from prime_protocol.chain import check_link, check_manifest
+from prime_protocol.chain import check_link, checked_manifest
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, parse_json
 from prime_protocol.errors import LocalError, RemoteError
-from prime_protocol.manifest import SignedManifest, open_manifest
+from prime_protocol.manifest import SignedManifest
 from prime_protocol.replay import BundleAccess, ReplayPolicy
 from prime_protocol.replies import NotYet, TrainBatch
 from prime_protocol.requests import BatchRequest, BundleRequest
@@ -61,17 +61,14 @@ class Material:
         envelope = await given(self.source.head(), "its newest manifest")
         if envelope is None:
             return -1
-        signed = open_manifest(envelope, self.run)
-        check_manifest(signed.manifest, self.run)
-        return signed.manifest.policy_version
+        return checked_manifest(envelope, self.run).manifest.policy_version
 
     async def signed(self, version: int) -> SignedManifest:
         """Return a policy's manifest, linked to those of its neighbours that are known. Raises Withheld or Unfaithful."""
         if version not in self._manifests:
             envelope = await given(self.source.manifest(version), f"manifest {version}")
             try:
-                signed = open_manifest(envelope, self.run)
-                check_manifest(signed.manifest, self.run)
+                signed = checked_manifest(envelope, self.run)
                 if signed.manifest.policy_version != version:
                     raise Withheld(f"the source shows another policy's manifest as {version}")
                 if version - 1 in self._manifests:

@@ -8,15 +8,13 @@ coordinator's is fetched. So what marks a bundle as left out is not an empty fil
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 
 from prime_node.files import read_or_begin, replace
-from prime_protocol.digest import digest_of
+from prime_protocol.digest import digest_of, is_digest
 
 _LEFT_OUT = b"left out\n"
 """Content of the file of a bundle that was left out."""
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +25,7 @@ class KeptBundles:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._step_of: dict[str, int | None] = {
-            path.name: None for path in folder.iterdir() if _DIGEST.fullmatch(path.name)
-        }
+        self._step_of: dict[str, int | None] = {path.name: None for path in folder.iterdir() if is_digest(path.name)}
         """Newest step that uses a copy; None for one of an earlier process that no step has asked for."""
         self._is_full = False
 

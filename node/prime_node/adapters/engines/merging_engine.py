@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Generic, TypeVar
 
 from prime_node.ports.engine import (
     BatchingEngine,
@@ -27,11 +28,33 @@ from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verify import Prefill
 from prime_protocol.weights import Weights
 
+_Inner = TypeVar("_Inner", bound=Engine)
 
-class _Merging:
-    def __init__(self, base: Weights, spec: AdapterSpec) -> None:
+
+class _Merging(Generic[_Inner]):
+    """What an engine and a scorer around another one have in common. It is the inner one's, but for the weights."""
+
+    def __init__(self, inner: _Inner, base: Weights, spec: AdapterSpec) -> None:
+        self._inner = inner
         self._base = base
         self._spec = spec
+
+    @property
+    def info(self) -> EngineInfo:
+        """Description of the inner engine."""
+        return self._inner.info
+
+    async def load(self, weights: Weights, *, policy_version: int) -> None:
+        """Merge the adapters into the base, and load the result."""
+        await self._inner.load(await self._whole(weights), policy_version=policy_version)
+
+    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        """Sample with the inner engine."""
+        return await self._inner.generate(requests, sampling)
+
+    async def close(self) -> None:
+        """Close the inner engine."""
+        await self._inner.close()
 
     async def _whole(self, adapters: Weights) -> Weights:
         try:
@@ -42,79 +65,41 @@ class _Merging:
             ) from None
 
 
-class MergingEngine(_Merging):
+class MergingEngine(_Merging[Engine]):
     """Implementation of ports.engine.SwappingEngine and BatchingEngine around another engine. It can what that one can."""
-
-    def __init__(self, engine: Engine, base: Weights, spec: AdapterSpec) -> None:
-        super().__init__(base, spec)
-        self._engine = engine
-
-    @property
-    def info(self) -> EngineInfo:
-        """Description of the inner engine."""
-        return self._engine.info
-
-    async def load(self, weights: Weights, *, policy_version: int) -> None:
-        """Merge the adapters into the base, and load the result."""
-        await self._engine.load(await self._whole(weights), policy_version=policy_version)
-
-    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
-        """Sample with the inner engine."""
-        return await self._engine.generate(requests, sampling)
 
     @property
     def batches(self) -> bool:
         """Return whether the inner engine does."""
-        return isinstance(self._engine, BatchingEngine) and self._engine.batches
+        return isinstance(self._inner, BatchingEngine) and self._inner.batches
 
     async def wait_for_room(self) -> None:
         """Wait for room in the inner engine."""
-        assert isinstance(self._engine, BatchingEngine)
-        await self._engine.wait_for_room()
+        assert isinstance(self._inner, BatchingEngine)
+        await self._inner.wait_for_room()
 
     @property
     def swaps(self) -> frozenset[SwapPolicy]:
         """Swaps of the inner engine; empty if it has none."""
-        return self._engine.swaps if isinstance(self._engine, SwappingEngine) else frozenset()
+        return self._inner.swaps if isinstance(self._inner, SwappingEngine) else frozenset()
 
     async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
         """Merge the adapters into the base, and swap to the result."""
-        assert isinstance(self._engine, SwappingEngine)
-        await self._engine.update(await self._whole(weights), policy_version=policy_version, swap=swap)
+        assert isinstance(self._inner, SwappingEngine)
+        await self._inner.update(await self._whole(weights), policy_version=policy_version, swap=swap)
 
     def set_threads(self, threads: int) -> None:
         """Change the threads of the inner engine, if they can change."""
-        if isinstance(self._engine, ThreadedEngine):
-            self._engine.set_threads(threads)
-
-    async def close(self) -> None:
-        """Close the inner engine."""
-        await self._engine.close()
+        if isinstance(self._inner, ThreadedEngine):
+            self._inner.set_threads(threads)
 
 
-class MergingScorer(_Merging):
+class MergingScorer(_Merging[SamplingScorer]):
     """Implementation of ports.engine.SamplingScorer around another scorer."""
-
-    def __init__(self, scorer: SamplingScorer, base: Weights, spec: AdapterSpec) -> None:
-        super().__init__(base, spec)
-        self._scorer = scorer
-
-    @property
-    def info(self) -> EngineInfo:
-        """Description of the inner scorer."""
-        return self._scorer.info
-
-    async def load(self, weights: Weights, *, policy_version: int) -> None:
-        """Merge the adapters into the base, and load the result."""
-        await self._scorer.load(await self._whole(weights), policy_version=policy_version)
-
-    async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
-        """Sample with the inner scorer."""
-        return await self._scorer.generate(requests, sampling)
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
         """Score with the inner scorer."""
-        return await self._scorer.prefill(requests, sampling)
+        return await self._inner.prefill(requests, sampling)
 
     async def prefill_mixed(
         self,
@@ -125,8 +110,4 @@ class MergingScorer(_Merging):
     ) -> Prefill:
         """Merge each policy into the base, and score with the inner scorer."""
         whole = {version: await self._whole(weights) for version, weights in policies.items()}
-        return await self._scorer.prefill_mixed(requests, spans, sampling, whole)
-
-    async def close(self) -> None:
-        """Close the inner scorer."""
-        await self._scorer.close()
+        return await self._inner.prefill_mixed(requests, spans, sampling, whole)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from prime_node.adapters.engines.queued_rows import QueuedRows
+from prime_node.adapters.engines.torch_weights import TORCH_DTYPES
 
 OWNER_SETTING = "prime_owner_pid"
 """Key of vLLM's additional_config: the process that started the engine."""
@@ -27,8 +28,6 @@ TEMPERATURE_ARGUMENT = "prime_temperature"
 """Key for the divisor of the request's logits. Requests without it get 1."""
 PROOFS_ARGUMENT = "prime_proofs"
 """Key for the name of a completion that must commit to its hidden states. It stays the same when the completion is resumed."""
-
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 TensorPlace = tuple[str, str, list[int], int]
 """(name, dtype, shape, offset in bytes) of a tensor in the shared memory."""

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from prime_node.adapters.sandbox import bubblewrap
+from prime_node.adapters.sandbox import bubblewrap, privileges
 from prime_node.adapters.sandbox.confine import confine
 from prime_node.adapters.sandbox.rules import CLOSED_BY_OWN_ROOT, NETWORK, ModeChanges, ProcessLimits, SandboxRules
 from prime_node.adapters.sandbox.system_paths import devices, python_paths, system_paths
@@ -184,12 +184,9 @@ def _around(paths: Iterable[Path], hidden: Iterable[Path]) -> list[Path]:
 
 
 def _may_switch_user() -> bool:
-    """Return whether this is root with the capabilities to chown (0), setgid (6) and setuid (7).
-
-    A confined role has dropped them.
-    """
-    held = Path("/proc/self/status").read_text(encoding="ascii").partition("CapEff:")[2].split()
-    return os.geteuid() == 0 and bool(held) and int(held[0], 16) & 0b1100_0001 == 0b1100_0001
+    """Return whether this is root with the capabilities for that. A confined role has dropped them."""
+    needed = 1 << privileges.CHOWN | 1 << privileges.SETGID | 1 << privileges.SETUID
+    return os.geteuid() == 0 and privileges.held_capabilities()[0] & needed == needed
 
 
 def _own_folder(folder: Path, user: int) -> Path | None:

@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from prime_node.adapters.models.batch_cache import BatchCache
 from prime_node.adapters.models.borrowed_layers import borrowed, layers_of
 from prime_node.adapters.models.hub_names import hub_names
 from prime_node.adapters.models.model_config import config_at_fault, read_model_config, require_memory
-from prime_node.adapters.storage.batch_cache import BatchCache
 from prime_protocol.weights import Weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from prime_node.adapters.sandbox.libc import checked, libc
 from prime_node.adapters.sandbox.rules import DEVICE_COMMANDS, TRUNCATION, Restriction, SandboxRules
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -63,7 +64,7 @@ def abi() -> int:
     """Return this kernel's ABI version; 0 without Landlock."""
     if sys.platform != "linux":
         return 0
-    return max(0, int(_libc().syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)))
+    return max(0, int(libc().syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)))
 
 
 def restrict_access(rules: SandboxRules) -> list[Restriction]:
@@ -78,20 +79,20 @@ def restrict_access(rules: SandboxRules) -> list[Restriction]:
         return [Restriction(name, False, missing) for name in ("files", *_asked(rules), "Unix sockets by path")]
     try:
         handled = _handled(rules, version)
-        ruleset = _checked(_libc().syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0))
+        ruleset = checked("Landlock", libc().syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0))
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.E2BIG) or version < ABI_UNIX_PATHS:
             raise
         version = ABI_TSYNC  # a newer kernel than this file, with other numbers for later rights
         handled = _handled(rules, version)
-        ruleset = _checked(_libc().syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0))
+        ruleset = checked("Landlock", libc().syscall(_CREATE_RULESET, ctypes.byref(handled), ctypes.sizeof(handled), 0))
     try:
         for path, rights in _granted(rules):
             _allow_path(ruleset, path, rights & handled.fs)
         for right, ports in ((_BIND_TCP, rules.bind_ports), (_CONNECT_TCP, rules.connect_ports)):
             for port in ports or ():
                 _allow_port(ruleset, port, right & handled.net)
-        _checked(_libc().syscall(_RESTRICT_SELF, ruleset, _flags(rules, version)))
+        checked("Landlock", libc().syscall(_RESTRICT_SELF, ruleset, _flags(rules, version)))
     finally:
         os.close(ruleset)
     return enforced_restrictions(rules, version)
@@ -181,7 +182,7 @@ def _allow_path(ruleset: int, path: Path, rights: int) -> None:
         if not stat.S_ISDIR(os.fstat(parent).st_mode):
             rights &= _OF_FILES
         beneath = _Beneath(rights, parent)
-        _checked(_libc().syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(beneath), 0))
+        checked("Landlock", libc().syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(beneath), 0))
     finally:
         os.close(parent)
 
@@ -189,15 +190,4 @@ def _allow_path(ruleset: int, path: Path, rights: int) -> None:
 def _allow_port(ruleset: int, port: int, right: int) -> None:
     if right:
         rule = _Port(right, port)
-        _checked(_libc().syscall(_ADD_RULE, ruleset, _NET_PORT, ctypes.byref(rule), 0))
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"Landlock: {os.strerror(number)}")
-    return result
+        checked("Landlock", libc().syscall(_ADD_RULE, ruleset, _NET_PORT, ctypes.byref(rule), 0))

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from prime_node.adapters.sandbox.bubblewrap import View
+from prime_node.adapters.sandbox.libc import checked, libc
 from prime_node.adapters.sandbox.links import links_on_the_way
 from prime_node.adapters.sandbox.rules import Restriction
 
@@ -79,9 +80,9 @@ def _enter(view: View) -> None:
     here, uid, gid = Path.cwd(), os.geteuid(), os.getegid()
     wanted, links = _mounts(view), links_on_the_way((*view.read, *view.write, *view.devices))
     try:
-        _check("unshare", _libc().unshare(_NEWNS | _NEWIPC))
+        checked("unshare", libc().unshare(_NEWNS | _NEWIPC))
     except PermissionError:
-        _check("unshare", _libc().unshare(_NEWUSER | _NEWNS | _NEWIPC))
+        checked("unshare", libc().unshare(_NEWUSER | _NEWNS | _NEWIPC))
         Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
         Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="ascii")
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="ascii")
@@ -110,10 +111,10 @@ def _enter(view: View) -> None:
     for path, attributes in wanted:
         _bind(str(path), attributes)
     _set_attributes(NEW, _Attributes(set=_ATTR_RDONLY), 0)
-    _check("umount2", _libc().umount2(OLD.encode(), _DETACH))
+    checked("umount2", libc().umount2(OLD.encode(), _DETACH))
     os.chdir(NEW)
     _pivot(".", ".")
-    _check("umount2", _libc().umount2(b".", _DETACH))
+    checked("umount2", libc().umount2(b".", _DETACH))
     os.chdir(here if here.is_dir() else (*view.write, Path("/"))[0])
 
 
@@ -147,27 +148,17 @@ def _bind(place: str, attributes: int) -> None:
 
 def _set_attributes(target: str, wanted: _Attributes, flags: int) -> None:
     arguments = (_AT_FDCWD, target.encode(), flags, ctypes.byref(wanted), ctypes.sizeof(wanted))
-    _check(f"mount_setattr {target}", _libc().syscall(_MOUNT_SETATTR, *arguments))
+    checked(f"mount_setattr {target}", libc().syscall(_MOUNT_SETATTR, *arguments))
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
-    result = _libc().mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
-    _check(f"mount {target}", result)
+    result = libc().mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
+    checked(f"mount {target}", result)
 
 
 def _pivot(new: str, old: str) -> None:
     number = _PIVOT_ROOT.get(os.uname().machine)
     if number is None:
         raise OSError("the system call number of pivot_root is not known for this processor")
-    _check("pivot_root", _libc().syscall(number, new.encode(), old.encode()))
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def _check(what: str, result: int) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+    checked("pivot_root", libc().syscall(number, new.encode(), old.encode()))

@@ -8,6 +8,7 @@ import resource
 import struct
 from collections.abc import Iterable
 
+from prime_node.adapters.sandbox.libc import checked, libc
 from prime_node.adapters.sandbox.rules import ProcessLimits, Restriction
 
 _SET_DUMPABLE, _CAPBSET_READ, _CAPBSET_DROP, _NO_NEW_PRIVS, _CAP_AMBIENT, _AMBIENT_CLEAR_ALL = 4, 23, 24, 38, 47, 4
@@ -34,13 +35,13 @@ def forbid_dumps() -> None:
 def drop_capabilities(keep: Iterable[int]) -> Restriction:
     """Drop all other capabilities, also for executed programs. A process without any has nothing to drop."""
     wanted = sum(1 << number for number in set(keep))
-    held = _capabilities()[1]
+    held = held_capabilities()[1]
     if held == 0:
         return Restriction("capabilities", True)
     try:
         _prctl(_CAP_AMBIENT, _AMBIENT_CLEAR_ALL)
         number = 0
-        while _libc().prctl(_CAPBSET_READ, number, 0, 0, 0) >= 0:
+        while libc().prctl(_CAPBSET_READ, number, 0, 0, 0) >= 0:
             if not wanted >> number & 1:
                 _prctl(_CAPBSET_DROP, number)
             number += 1
@@ -49,9 +50,18 @@ def drop_capabilities(keep: Iterable[int]) -> Restriction:
     left = held & wanted
     low, high = left & 0xFFFFFFFF, left >> 32
     header = struct.pack("=Ii", _VERSION_3, 0)
-    if _libc().capset(header, struct.pack("=6I", low, low, 0, high, high, 0)) != 0:
+    if libc().capset(header, struct.pack("=6I", low, low, 0, high, high, 0)) != 0:
         return Restriction("capabilities", False, f"the kernel keeps them ({os.strerror(ctypes.get_errno())})")
     return Restriction("capabilities", True)
+
+
+def held_capabilities() -> tuple[int, int]:
+    """Return (effective, permitted) of this thread."""
+    header, data = struct.pack("=Ii", _VERSION_3, 0), ctypes.create_string_buffer(24)
+    if libc().capget(header, data) != 0:
+        return 0, 0
+    found = struct.unpack("=6I", data.raw)
+    return found[0] | found[3] << 32, found[1] | found[4] << 32
 
 
 def apply_limits(limits: ProcessLimits) -> None:
@@ -72,20 +82,5 @@ def apply_limits(limits: ProcessLimits) -> None:
             resource.setrlimit(which, (bound, bound))
 
 
-def _capabilities() -> tuple[int, int]:
-    """Return (effective, permitted) of this thread."""
-    header, data = struct.pack("=Ii", _VERSION_3, 0), ctypes.create_string_buffer(24)
-    if _libc().capget(header, data) != 0:
-        return 0, 0
-    found = struct.unpack("=6I", data.raw)
-    return found[0] | found[3] << 32, found[1] | found[4] << 32
-
-
 def _prctl(option: int, value: int) -> None:
-    if _libc().prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl {option}: {os.strerror(number)}")
-
-
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+    checked(f"prctl {option}", libc().prctl(option, ctypes.c_ulong(value), 0, 0, 0))

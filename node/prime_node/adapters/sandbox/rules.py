@@ -32,7 +32,7 @@ NETWORK = frozenset({Family.INET, Family.INET6, Family.NETLINK})
 
 TRUNCATION, DEVICE_COMMANDS = "truncation", "commands to devices"
 CLOSED_BY_OWN_ROOT = (TRUNCATION, DEVICE_COMMANDS)
-"""ProcessRestrictions that no root of its own needs: what is only read is mounted so there, and other devices do not exist."""
+"""Restrictions that a root of its own makes needless: what is only read is mounted so there, and other devices do not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 import socket
 import struct
 from dataclasses import dataclass, field
 
+from prime_node.adapters.sandbox.libc import checked, libc
 from prime_node.adapters.sandbox.rules import Family, ModeChanges, Restriction, SandboxRules
 from prime_node.adapters.sandbox.syscalls import Architecture, architecture
 
@@ -95,15 +95,12 @@ def restrict_calls(rules: SandboxRules) -> Restriction:
     code = program(rules, machine)
     buffer = ctypes.create_string_buffer(code, len(code))
     what = _Program(len(code) // 8, ctypes.cast(buffer, ctypes.c_void_p))
-    libc = ctypes.CDLL(None, use_errno=True)
-    result = libc.syscall(_SECCOMP[machine.audit], _SET_MODE_FILTER, _FLAG_TSYNC, ctypes.byref(what))
+    result = libc().syscall(_SECCOMP[machine.audit], _SET_MODE_FILTER, _FLAG_TSYNC, ctypes.byref(what))
     if result > 0:
         raise OSError(errno.EBUSY, f"seccomp: thread {result} already has its own filter")
-    if result < 0:
-        number = ctypes.get_errno()
-        if number in (errno.ENOSYS, errno.EINVAL):
-            return Restriction("system calls", False, "seccomp is not built into this kernel")
-        raise OSError(number, f"seccomp: {os.strerror(number)}")
+    if result < 0 and ctypes.get_errno() in (errno.ENOSYS, errno.EINVAL):
+        return Restriction("system calls", False, "seccomp is not built into this kernel")
+    checked("seccomp", result)
     return Restriction("system calls", True)
 
 

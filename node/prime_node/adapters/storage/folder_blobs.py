@@ -16,7 +16,6 @@ import errno
 import logging
 import math
 import os
-import re
 import stat
 import time
 from collections.abc import AsyncIterator
@@ -25,13 +24,12 @@ from pathlib import Path
 from prime_node.files import sync, write_durably
 from prime_node.inside import NotRegular, open_regular, place
 from prime_node.ports.blobs import DamagedBlob
-from prime_protocol.digest import digest_of
+from prime_protocol.digest import digest_of, is_digest
 
 log = logging.getLogger(__name__)
 
 PARTIAL_AGE_S_MAX = 3_600.0
 """Age at which an unfinished file counts as left behind by a crash."""
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 BLOBS = "blobs"
@@ -78,7 +76,7 @@ class FolderBlobs:
 
     def _path(self, digest: str) -> Path:
         """Return a blob's path. Raises KeyError if it is no digest: it may come from a peer and must not name another file."""
-        if not _DIGEST.fullmatch(digest):
+        if not is_digest(digest):
             raise KeyError(digest)
         return self._folder.joinpath(digest[:2], digest)
 
@@ -167,7 +165,7 @@ def _size_of(path: Path, name: str) -> int:
 
 
 def _names_in(folder: Path, before_ms: int | None) -> list[str]:
-    names = sorted(path.name for path in folder.iterdir() if _DIGEST.fullmatch(path.name))
+    names = sorted(path.name for path in folder.iterdir() if is_digest(path.name))
     return names if before_ms is None else [name for name in names if _stored_ms(folder / name) < before_ms]
 
 

@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from pathlib import Path
 
 from prime_node.inside import open_regular, place
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
+from prime_protocol.digest import is_digest
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.limits import Limits
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 from prime_protocol.requests import BundleRequest
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class FolderSource:
@@ -75,7 +73,7 @@ class FolderSource:
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         """Return bytes [start, end) of a blob, unverified. Raises RemoteError or Unreachable."""
-        if not _DIGEST.fullmatch(digest):
+        if not is_digest(digest):
             raise RemoteError(ErrorCode.NOT_FOUND, f"not a digest: {digest[:80]!r}")
         name, bytes_max = f"blobs/{digest[:2]}/{digest}", self.bounds.blob_bytes_max
         return await asyncio.to_thread(self._read, self.folder, name, bytes_max, start, end)

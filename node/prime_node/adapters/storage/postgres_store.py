@@ -28,10 +28,9 @@ from prime_node.adapters.storage.schema_versions import (
     READ_INFO,
     StoreInfo,
     migrations_after,
-    require_open,
     require_run,
 )
-from prime_node.adapters.storage.sql_store import TABLES, Batch, SqlStore
+from prime_node.adapters.storage.sql_store import TABLES, Batch, Row, SqlStore, info_of
 from prime_node.ports.leadership import TermLost
 from prime_node.ports.store import StoreConflict
 from prime_protocol.errors import LocalError, TransientFault
@@ -61,23 +60,8 @@ _T = TypeVar("_T")
 log = logging.getLogger(__name__)
 
 
-async def open_postgres(url: str, *, run: str) -> SqlStore:
-    """Open the database of one run's coordinator for writing, and begin a term. Raises LocalError.
-
-    A database without tables becomes that of `run`.
-    """
-    database = await follow_postgres(url, run=run)
-    try:
-        require_open(await database.info(), place=database.place)
-        await database.lead(is_patient=False)
-        return await SqlStore.over(database)
-    except BaseException:
-        await database.close()
-        raise
-
-
 async def postgres_database(url: str, *, run: str) -> PostgresDatabase:
-    """Open the database of one run for writing, also one that no coordinator may use. Raises LocalError."""
+    """Open the database of one run for writing, also one that no coordinator may use, and begin a term. Raises LocalError."""
     database = await follow_postgres(url, run=run)
     try:
         await database.lead(is_patient=False)
@@ -88,7 +72,10 @@ async def postgres_database(url: str, *, run: str) -> PostgresDatabase:
 
 
 async def follow_postgres(url: str, *, run: str, term_s: float = TERM_SECONDS) -> PostgresDatabase:
-    """Open the database of one run, and make or upgrade its tables. It is read until `lead` returns. Raises LocalError."""
+    """Open the database of one run, and make or upgrade its tables. It is read until `lead` returns. Raises LocalError.
+
+    A database without tables becomes that of `run`.
+    """
     place = shown_place(url)
     maker = await _asked(_connected(url), place)
     try:
@@ -106,7 +93,7 @@ async def read_postgres(url: str, *, run: str) -> SqlStore:
         database = PostgresDatabase(url, pool, place=place)
         if (await database.fetch("SELECT to_regclass('store_info')::text"))[0][0] is None:
             raise LocalError(f"{place} holds no run: the coordinator has not run yet")
-        info = StoreInfo(*(await database.fetch(READ_INFO))[0])
+        info = await info_of(database)
         require_run(info, run, place=place)
         if migrations_after("postgres", info.version, place=place):
             raise LocalError(f"{place} has the tables of an older release: start the coordinator, which updates them")
@@ -126,7 +113,7 @@ class PostgresDatabase:
     def __init__(self, url: str, pool: asyncpg.Pool, *, place: str, term_s: float = TERM_SECONDS) -> None:
         self.place = place
         """Name of the database, for messages."""
-        self._url, self._pool, self.place, self._term_s = url, pool, place, term_s
+        self._url, self._pool, self._term_s = url, pool, term_s
         self._writer: asyncpg.Connection | None = None
         self.keeper: TermKeeper | None = None
         """Thread that keeps the term; None before `lead`."""
@@ -142,56 +129,31 @@ class PostgresDatabase:
         if (await self.fetch("SHOW fsync"))[0][0] == "off":
             log.warning("%s has fsync off: a power loss may lose what workers were promised", self.place)
 
-    async def fetch(self, query: str, *values: Any) -> Sequence[Sequence[Any]]:
+    async def fetch(self, query: str, *values: Any) -> Sequence[Row]:
         """Return the rows of a query."""
-        rows: Sequence[Sequence[Any]] = await _asked(self._pool.fetch(query, *values), self.place)
+        rows: Sequence[Row] = await _asked(self._pool.fetch(query, *values), self.place)
         return rows
 
     async def append(self, batch: Batch) -> None:
         """Write a batch. Raises StoreConflict, also if another coordinator has taken over."""
         await self._call(
             "SELECT append_events($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16)",
-            batch.events[0].number if batch.events else 0,
-            [event.at_ms for event in batch.events],
-            [event.payload for event in batch.events],
-            list(batch.event_digests),
-            batch.first_change,
-            [receipt.bundle for receipt in batch.receipts],
-            [receipt.lease_id for receipt in batch.receipts],
-            [receipt.worker for receipt in batch.receipts],
-            [receipt.step for receipt in batch.receipts],
-            [str(receipt.status) for receipt in batch.receipts],
-            [receipt.envelope for receipt in batch.receipts],
-            list(batch.receipt_digests),
-            batch.first_line,
-            list(batch.lines),
-            list(batch.line_digests),
+            *_columns("events", batch.events),
+            *_columns("receipts", batch.receipts),
+            *_columns("ledger", batch.ledger),
         )
 
     async def check(self) -> None:
         """Do nothing: the server checks its own files."""
 
-    async def save_snapshot(
-        self, number: int, payload: str, digest: str, archived: Sequence[Any] | None, kept_from: int
-    ) -> None:
+    async def save_snapshot(self, snapshot: Row, archived: Row | None, kept_from: int) -> None:
         """Replace the snapshot, delete the events before its number, and archive a segment.
 
         Another connection than that of `append` does it.
         """
-        row = archived or [None] * len(TABLES["journal"])
-        await self._call(
-            "SELECT save_snapshot($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)",
-            number,
-            payload,
-            digest,
-            kept_from,
-            *row,
-            by=self._pool,
-        )
-
-    async def info(self) -> StoreInfo:
-        """Return the row of `store_info`."""
-        return StoreInfo(*(await self.fetch(READ_INFO))[0])
+        values = (*snapshot, kept_from, *(archived or [None] * len(TABLES["journal"])))
+        query = "SELECT save_snapshot($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)"
+        await self._call(query, *values, by=self._pool)
 
     async def set_closed(self, reason: str) -> None:
         """Set why no coordinator may use the store."""
@@ -205,7 +167,7 @@ class PostgresDatabase:
         async with self._fenced(self._writer):
             await _asked(self._writer.execute(f"TRUNCATE documents, {', '.join(TABLES)}"), self.place)
 
-    async def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+    async def insert(self, table: str, rows: Sequence[Row]) -> None:
         """Insert rows into a table."""
         assert self._writer is not None
         async with self._fenced(self._writer):
@@ -224,7 +186,7 @@ class PostgresDatabase:
             async for document in found:
                 await self._call("SELECT write_document($1, $2, $3, $4)", *document)
 
-    async def documents(self, *, after: int, limit: int) -> Sequence[Sequence[Any]]:
+    async def documents(self, *, after: int, limit: int) -> Sequence[Row]:
         """Return (change, room, name, data) of the documents that were written after a change, in order."""
         query = "SELECT change, room, name, data FROM documents WHERE change > $1 ORDER BY change LIMIT $2"
         return await self.fetch(query, after, limit)
@@ -247,11 +209,11 @@ class PostgresDatabase:
             await self._call("SELECT require_epoch($1)")
             yield
 
-    async def _call(self, query: str, *values: Any, by: asyncpg.Pool | None = None) -> Sequence[Sequence[Any]]:
+    async def _call(self, query: str, *values: Any, by: asyncpg.Pool | None = None) -> Sequence[Row]:
         assert self._writer is not None, "the store is only read"
         assert self.keeper is not None
         try:
-            rows: Sequence[Sequence[Any]] = await _asked(
+            rows: Sequence[Row] = await _asked(
                 _in_time((by or self._writer).fetch(query, self.keeper.epoch, *values)), self.place
             )
             return rows
@@ -339,8 +301,13 @@ async def _seal(writer: asyncpg.Connection) -> None:
     for table in SEALED:
         key, *others, _ = TABLES[table]
         rows = await writer.fetch(f"SELECT {', '.join((key, *others))} FROM {table} ORDER BY {key}")
-        seals = seals_of(table, [tuple(row) for row in rows])
-        await writer.executemany(f"UPDATE {table} SET digest = $1 WHERE {key} = $2", seals)
+        await writer.executemany(f"UPDATE {table} SET digest = $1 WHERE {key} = $2", seals_of(table, rows))
+
+
+def _columns(table: str, rows: Sequence[Row]) -> list[Any]:
+    """Return the number of the first of consecutive rows, and the values of each further column."""
+    further = list(zip(*rows, strict=True))[1:] or [()] * (len(TABLES[table]) - 1)
+    return [rows[0][0] if rows else 0, *further]
 
 
 async def _pool(url: str) -> asyncpg.Pool:

@@ -35,15 +35,20 @@ def event_digest(previous: str, number: object, at_ms: object, payload: object) 
     return blake3(f"{previous}\0{number}\0{at_ms}\0{payload}".encode("utf-8", "surrogatepass")).hexdigest(length=_BYTES)
 
 
-def chained(rows: Iterable[Sequence[Any]], previous: str) -> list[str]:
-    """Return the digests of consecutive events. `previous` is that of the event before them, empty for the first."""
-    return [previous := event_digest(previous, *row[:3]) for row in rows]
+def sealed(*values: object) -> tuple[object, ...]:
+    """Return a row with its digest as the last value."""
+    return (*values, row_digest(*values))
 
 
-def seals_of(table: str, rows: Sequence[Sequence[Any]]) -> list[tuple[str, Any]]:
+def chained(events: Iterable[Sequence[Any]], previous: str) -> list[tuple[Any, ...]]:
+    """Return the rows of consecutive events. `previous` is the digest of the event before them, empty for the first."""
+    return [(*event, previous := event_digest(previous, *event)) for event in events]
+
+
+def seals_of(table: str, rows: Sequence[Sequence[Any]]) -> list[tuple[Any, Any]]:
     """Return the digest and the first column of each row, for all rows of a table of an older release."""
-    digests = chained(rows, "") if table == CHAINED else [row_digest(*row) for row in rows]
-    return [(digest, row[0]) for digest, row in zip(digests, rows, strict=True)]
+    whole = chained(rows, "") if table == CHAINED else [sealed(*row) for row in rows]
+    return [(row[-1], row[0]) for row in whole]
 
 
 def require_intact(place: str, table: str, row: Sequence[Any]) -> None:

@@ -30,7 +30,7 @@ from obstore.store import S3Store
 from pydantic import ValidationError
 
 from prime_node.ports.blobs import DamagedBlob
-from prime_protocol.digest import digest_of
+from prime_protocol.digest import digest_of, is_digest
 from prime_protocol.errors import LocalError, TransientFault
 from prime_protocol.limits import UPLOAD_URL_S_MAX
 from prime_protocol.replies import UploadUrl, upload_headers
@@ -45,7 +45,6 @@ RETRY_SECONDS = 20
 REQUEST_SECONDS = 60
 REASON_CHARS_MAX = 200
 READ_BYTES = 2**20
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _CODE = re.compile(r"<Code>(\w{1,100})</Code>")
 _ADVICE = {
     "NoSuchBucket": "make the bucket, or correct coordinator.blobs",
@@ -154,7 +153,7 @@ class S3Blobs:
                     stored_ms = 1_000 * found["last_modified"].timestamp()
                     if before_ms is not None and stored_ms >= before_ms:
                         continue
-                    if _DIGEST.fullmatch(name := found["path"].rsplit("/", 1)[-1]):
+                    if is_digest(name := found["path"].rsplit("/", 1)[-1]):
                         yield name
         except (BaseError, OSError) as error:
             raise self._failed("list", "", error) from error
@@ -263,7 +262,7 @@ class _OutOfRange(Exception):
 
 def _key(digest: str) -> str:
     """Return a blob's key. Raises KeyError if it is no digest: it may come from a peer and must not name another object."""
-    if not _DIGEST.fullmatch(digest):
+    if not is_digest(digest):
         raise KeyError(digest)
     return f"{digest[:2]}/{digest}"
 

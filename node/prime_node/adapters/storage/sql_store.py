@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from prime_node.adapters.storage.row_digests import CHAINED, chained, damaged, event_digest, require_intact, row_digest
-from prime_node.adapters.storage.schema_versions import StoreInfo
+from prime_node.adapters.storage.row_digests import CHAINED, chained, damaged, event_digest, require_intact, sealed
+from prime_node.adapters.storage.schema_versions import READ_INFO, StoreInfo
 from prime_node.ports.store import PAGE_CHARS_MAX, Chapter, LoggedEvent, Segment, StoreConflict, StoredReceipt
 
 ROWS_MAX = 5_000
@@ -28,19 +28,20 @@ TABLES: Mapping[str, tuple[str, ...]] = {
 The last one is the row's digest (row_digests.py)."""
 
 
+Row = Sequence[Any]
+"""Values of the columns of a table, in their order."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one transaction, with the numbers of the first ones, and the digest of each row."""
+    """Rows of one transaction."""
 
-    events: Sequence[LoggedEvent]
-    event_digests: Sequence[str]
-    first_change: int
-    receipts: Sequence[StoredReceipt]
+    events: Sequence[Row]
+    receipts: Sequence[Row]
     """Latest receipt of each bundle."""
-    receipt_digests: Sequence[str]
-    first_line: int
-    lines: Sequence[str]
-    line_digests: Sequence[str]
+    ledger: Sequence[Row]
+    lasts: tuple[int, int, int]
+    """Number of the last row that each of these tables has had, with this batch; -1: none."""
 
 
 class Database(Protocol):
@@ -53,7 +54,7 @@ class Database(Protocol):
         """Check what only the database itself knows, such as its indexes. Raises LocalError."""
         ...
 
-    async def fetch(self, query: str, *values: Any) -> Sequence[Sequence[Any]]:
+    async def fetch(self, query: str, *values: Any) -> Sequence[Row]:
         """Return the rows of a query."""
         ...
 
@@ -61,17 +62,11 @@ class Database(Protocol):
         """Write a batch in one durable transaction. Raises StoreConflict; then nothing is written."""
         ...
 
-    async def save_snapshot(
-        self, number: int, payload: str, digest: str, archived: Sequence[Any] | None, kept_from: int
-    ) -> None:
+    async def save_snapshot(self, snapshot: Row, archived: Row | None, kept_from: int) -> None:
         """Replace the snapshot, and delete the events before its number, in one transaction.
 
         Add a row to the journal, if there is one, and delete those of chapters before `kept_from`.
         """
-        ...
-
-    async def info(self) -> StoreInfo:
-        """Return the row of `store_info`."""
         ...
 
     async def set_closed(self, reason: str) -> None:
@@ -82,13 +77,18 @@ class Database(Protocol):
         """Delete all rows of the tables."""
         ...
 
-    async def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
-        """Insert rows into a table, with the columns in the order of TABLES."""
+    async def insert(self, table: str, rows: Sequence[Row]) -> None:
+        """Insert rows into a table."""
         ...
 
     async def close(self) -> None:
         """Close the connections."""
         ...
+
+
+async def info_of(database: Database) -> StoreInfo:
+    """Return the row of `store_info`."""
+    return StoreInfo(*(await database.fetch(READ_INFO))[0])
 
 
 class SqlStore:
@@ -145,22 +145,18 @@ class SqlStore:
         expected = range(self._last_number + 1, self._last_number + 1 + len(events))
         if [entry.number for entry in events] != list(expected):
             raise StoreConflict(f"the next event is {self._last_number + 1}")
-        latest = list({receipt.bundle: receipt for receipt in receipts}.values())
+        latest = {receipt.bundle: receipt for receipt in receipts}.values()
+        number, length = self._last_number + len(events), self._ledger_length + len(ledger)
+        change = self._last_change + len(latest)
         batch = Batch(
-            events,
             chained(events, self._last_digest),
-            self._last_change + 1,
-            latest,
-            [row_digest(*_receipt_row(change, one)) for change, one in enumerate(latest, self._last_change + 1)],
-            self._ledger_length,
-            ledger,
-            [row_digest(number, line) for number, line in enumerate(ledger, self._ledger_length)],
+            [_receipt_row(number, one) for number, one in enumerate(latest, self._last_change + 1)],
+            [sealed(number, line) for number, line in enumerate(ledger, self._ledger_length)],
+            (number or -1, change or -1, length - 1),
         )
         await self._database.append(batch)
-        self._last_number += len(events)
-        self._last_digest = batch.event_digests[-1] if events else self._last_digest
-        self._last_change += len(latest)
-        self._ledger_length += len(ledger)
+        self._last_number, self._last_change, self._ledger_length = number, change, length
+        self._last_digest = batch.events[-1][-1] if events else self._last_digest
 
     async def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
         """Yield the events after a number. Raises LocalError for a damaged one."""
@@ -178,9 +174,9 @@ class SqlStore:
         self, number: int, payload: str, segment: Segment | None = None, *, kept_from: int = 0
     ) -> None:
         """Replace the snapshot, drop the events before its number, and archive a segment."""
-        digest = await asyncio.to_thread(row_digest, number, payload)
+        snapshot = await asyncio.to_thread(sealed, number, payload)
         archived = None if segment is None else await asyncio.to_thread(_journal_row, segment)
-        await self._database.save_snapshot(number, payload, digest, archived, kept_from)
+        await self._database.save_snapshot(snapshot, archived, kept_from)
 
     async def latest_snapshot(self) -> tuple[int, str] | None:
         """Return the number and payload of the snapshot, or None. Raises LocalError if it is damaged."""
@@ -227,12 +223,12 @@ class SqlStore:
             require_intact(self._database.place, "ledger", row)
         return [line for _, line, _ in rows]
 
-    def _receipts(self, rows: Sequence[Sequence[Any]]) -> list[StoredReceipt]:
+    def _receipts(self, rows: Sequence[Row]) -> list[StoredReceipt]:
         for row in rows:
             require_intact(self._database.place, "receipts", row)
         return [StoredReceipt(*row[1:-1]) for row in rows]
 
-    async def _pages(self, table: str, *, first: int = 0) -> AsyncIterator[Sequence[Sequence[Any]]]:
+    async def _pages(self, table: str, *, first: int = 0) -> AsyncIterator[Sequence[Row]]:
         """Yield the rows of a table from a number on, in order, and check them unless their digests are chained."""
         columns = TABLES[table]
         query = f"SELECT {', '.join(columns)} FROM {table} WHERE {columns[0]} >= $1 ORDER BY {columns[0]} LIMIT $2"
@@ -257,14 +253,12 @@ class SqlStore:
         await self._database.close()
 
 
-def _receipt_row(change: int, one: StoredReceipt) -> tuple[object, ...]:
-    """Return the columns of a receipt but for the digest."""
-    return (change, one.bundle, one.lease_id, one.worker, one.step, str(one.status), one.envelope)
+def _receipt_row(change: int, one: StoredReceipt) -> Row:
+    return sealed(change, one.bundle, one.lease_id, one.worker, one.step, str(one.status), one.envelope)
 
 
-def _journal_row(segment: Segment) -> tuple[object, ...]:
-    values = (segment.last, segment.first, segment.chapter, segment.at_ms, len(segment.payload), segment.payload)
-    return (*values, row_digest(*values))
+def _journal_row(segment: Segment) -> Row:
+    return sealed(segment.last, segment.first, segment.chapter, segment.at_ms, len(segment.payload), segment.payload)
 
 
 def _page(table: str, text: str, chosen: str) -> str:

@@ -33,7 +33,7 @@ from prime_node.adapters.storage.schema_versions import (
     require_open,
     require_run,
 )
-from prime_node.adapters.storage.sql_store import TABLES, Batch, SqlStore
+from prime_node.adapters.storage.sql_store import TABLES, Batch, Row, SqlStore, info_of
 from prime_node.files import sync
 from prime_node.inside import naming, read_regular
 from prime_node.ports.store import StoreConflict
@@ -44,6 +44,12 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _COLUMNS = {"store_info": {"version", "run", "closed"}, **{name: set(columns) for name, columns in TABLES.items()}}
+_INSERT = {
+    table: f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})"
+    for table, columns in TABLES.items()
+}
+_REPLACING = " ON CONFLICT (bundle) DO UPDATE SET " + ", ".join(f"{one} = excluded.{one}" for one in TABLES["receipts"])
+"""End of a statement that replaces the receipt of a bundle."""
 _OF_SQLITE = ("sqlite_stat1", "sqlite_stat4")
 """Tables that ANALYZE makes."""
 _HIDDEN = 6
@@ -70,7 +76,7 @@ async def open_sqlite(path: Path, *, run: str) -> SqlStore:
     """Open or create the database of one run's coordinator. Raises LocalError if it is damaged or another run's."""
     database = await sqlite_database(path, run=run)
     try:
-        require_open(await database.info(), place=str(path))
+        require_open(await info_of(database), place=str(path))
         return await SqlStore.over(database)
     except BaseException:
         await database.close()
@@ -138,7 +144,7 @@ class SqliteDatabase:
         self._files = self._inodes()
         return info
 
-    async def fetch(self, query: str, *values: Any) -> Sequence[Sequence[Any]]:
+    async def fetch(self, query: str, *values: Any) -> Sequence[Row]:
         """Return the rows of a query. Raises LocalError, for example for a damaged page."""
         loop = asyncio.get_running_loop()
         try:
@@ -168,15 +174,9 @@ class SqliteDatabase:
         """Write a batch. Raises StoreConflict, also if another process has written since."""
         await self._write_or_tell(self._append, batch)
 
-    async def save_snapshot(
-        self, number: int, payload: str, digest: str, archived: Sequence[Any] | None, kept_from: int
-    ) -> None:
+    async def save_snapshot(self, snapshot: Row, archived: Row | None, kept_from: int) -> None:
         """Replace the snapshot, delete the events before its number, and archive a segment."""
-        await self._write_or_tell(self._transact, self._save_snapshot, (number, payload, digest), archived, kept_from)
-
-    async def info(self) -> StoreInfo:
-        """Return the row of `store_info`."""
-        return StoreInfo(*(await self.fetch(READ_INFO))[0])
+        await self._write_or_tell(self._transact, self._save_snapshot, snapshot, archived, kept_from)
 
     async def set_closed(self, reason: str) -> None:
         """Set why no coordinator may use the store."""
@@ -188,11 +188,9 @@ class SqliteDatabase:
         for table in TABLES:
             await self._write_or_tell(self._transact, self._writer.execute, f"DELETE FROM {table}")
 
-    async def insert(self, table: str, rows: Sequence[Sequence[Any]]) -> None:
+    async def insert(self, table: str, rows: Sequence[Row]) -> None:
         """Insert rows into a table."""
-        columns = TABLES[table]
-        query = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' for _ in columns)})"
-        await self._write_or_tell(self._transact, self._writer.executemany, query, rows)
+        await self._write_or_tell(self._transact, self._writer.executemany, _INSERT[table], rows)
 
     async def close(self) -> None:
         """Close both connections."""
@@ -301,52 +299,21 @@ class SqliteDatabase:
         """Write a batch and the tail: one visit of the thread for both."""
         self._transact(self._insert, batch)
         self._require_in_place()
-        self._write_tail(
-            batch.events[-1].number if batch.events else -1,
-            batch.first_change + len(batch.receipts) - 1 or -1,  # the first change is 1
-            batch.first_line + len(batch.lines) - 1,
-        )
+        self._write_tail(*batch.lasts)
 
     def _insert(self, batch: Batch) -> None:
-        before = batch.events[0].number - 1 if batch.events else None
         last = self._writer.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()[0]
-        if before is not None and last != before:
+        if batch.events and last != batch.events[0][0] - 1:
             raise StoreConflict(f"another coordinator wrote event {last} to {self._path}: stop one of them")
-        self._writer.executemany(
-            "INSERT INTO events (number, at_ms, payload, digest) VALUES (?, ?, ?, ?)",
-            (
-                (event.number, event.at_ms, event.payload, digest)
-                for event, digest in zip(batch.events, batch.event_digests, strict=True)
-            ),
-        )
-        self._writer.executemany(
-            "INSERT INTO receipts (change, bundle, lease_id, worker, step, status, envelope, digest)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-            " ON CONFLICT (bundle) DO UPDATE SET (change, lease_id, worker, step, status, envelope, digest) = (excluded.change,"
-            " excluded.lease_id, excluded.worker, excluded.step, excluded.status, excluded.envelope, excluded.digest)",
-            (
-                (change, one.bundle, one.lease_id, one.worker, one.step, str(one.status), one.envelope, digest)
-                for change, (one, digest) in enumerate(
-                    zip(batch.receipts, batch.receipt_digests, strict=True), batch.first_change
-                )
-            ),
-        )
-        self._writer.executemany(
-            "INSERT INTO ledger (number, line, digest) VALUES (?, ?, ?)",
-            (
-                (number, line, digest)
-                for number, (line, digest) in enumerate(
-                    zip(batch.lines, batch.line_digests, strict=True), batch.first_line
-                )
-            ),
-        )
+        self._writer.executemany(_INSERT["events"], batch.events)
+        self._writer.executemany(_INSERT["receipts"] + _REPLACING, batch.receipts)
+        self._writer.executemany(_INSERT["ledger"], batch.ledger)
 
-    def _save_snapshot(self, snapshot: Sequence[Any], archived: Sequence[Any] | None, kept_from: int) -> None:
+    def _save_snapshot(self, snapshot: Row, archived: Row | None, kept_from: int) -> None:
         self._writer.execute("DELETE FROM snapshots")
-        self._writer.execute("INSERT INTO snapshots (number, payload, digest) VALUES (?, ?, ?)", snapshot)
+        self._writer.execute(_INSERT["snapshots"], snapshot)
         if archived is not None:
-            columns = ", ".join(TABLES["journal"])
-            self._writer.execute(f"INSERT INTO journal ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?)", archived)
+            self._writer.execute(_INSERT["journal"], archived)
         self._writer.execute("DELETE FROM journal WHERE chapter < ?", (kept_from,))
         # The last event stays: its number tells `_append` whether another process wrote.
         self._writer.execute("DELETE FROM events WHERE number < ?", snapshot[:1])
@@ -386,7 +353,7 @@ def _unwritable(path: Path, error: sqlite3.Error) -> LocalError:
     return LocalError(f"{path} cannot be written ({error}): check the disk and who may write there, then start again")
 
 
-def _fetch(connection: sqlite3.Connection, query: str, values: Sequence[Any]) -> Sequence[Sequence[Any]]:
+def _fetch(connection: sqlite3.Connection, query: str, values: Sequence[Any]) -> Sequence[Row]:
     return connection.execute(query.replace("$", "?"), values).fetchall()
 
 

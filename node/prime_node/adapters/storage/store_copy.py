@@ -19,7 +19,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from prime_node.adapters.storage.sql_store import TABLES, Database
+from prime_node.adapters.storage.sql_store import TABLES, Database, info_of
 from prime_protocol.errors import LocalError
 
 PAGE_ROWS, JOURNAL_ROWS = 2_000, 4
@@ -30,7 +30,7 @@ async def copy_store(
     source: Database, target: Database, *, source_place: str, target_place: str, check: Callable[[], Awaitable[None]]
 ) -> dict[str, int]:
     """Move the rows of a store and return how many each table has. `check` raises where the states differ. Raises LocalError."""
-    was, into = await source.info(), await target.info()
+    was, into = await info_of(source), await info_of(target)
     unfinished, moved = unfinished_from(source_place), moved_to(target_place)
     if was.closed and (was.closed, into.closed) != (moved, unfinished):
         raise LocalError(f"{source_place} is not in use: {was.closed}")
@@ -52,7 +52,7 @@ async def copy_store(
 
 async def has_moved(source: Database, target: Database, *, target_place: str) -> bool:
     """Return whether a move of the source into the target has ended."""
-    was, into = await source.info(), await target.info()
+    was, into = await info_of(source), await info_of(target)
     return was.closed == moved_to(target_place) and not into.closed and await _holds_rows(target)
 
 

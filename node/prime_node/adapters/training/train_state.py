@@ -83,15 +83,12 @@ def writer(saved: SavedState, folder: Path, ranks: Ranks) -> Callable[[], None]:
 
 def note_of(folder: Path, ranks: Ranks) -> bytes:
     """Return the note of a checkpoint. Raises LocalError if it cannot be read."""
-    reader = FileSystemReader(folder)
-    try:
-        stored = reader.read_metadata().state_dict_metadata["note"]
-        assert isinstance(stored, TensorStorageMetadata)
+    with _reader(folder) as reader:
+        stored = reader.read_metadata().state_dict_metadata.get("note")
+        if not isinstance(stored, TensorStorageMetadata):
+            raise LocalError(f"checkpoint {folder} cannot be loaded: it has no note")
         state = {"note": torch.empty(stored.size, dtype=torch.uint8)}
-        with _without_advice():
-            load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
-    except (CheckpointException, KeyError, OSError, RuntimeError) as error:
-        raise LocalError(f"checkpoint {folder} cannot be loaded: {_reason(error)}") from None
+        _load(state, reader, ranks)
     return state["note"].numpy().tobytes()
 
 
@@ -104,8 +101,7 @@ def restore_train_state(
     masters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, folder: Path, ranks: Ranks, *, prefix: str = ""
 ) -> None:
     """Restore the copied state of the tensors with this prefix. Raises LocalError."""
-    reader = FileSystemReader(folder)
-    try:
+    with _reader(folder) as reader:
         stored = reader.read_metadata().state_dict_metadata
         state: dict[str, Any] = {f"{prefix}model.{name}": parameter.detach() for name, parameter in masters.items()}
         own = f"random.{ranks.rank}"
@@ -115,10 +111,7 @@ def restore_train_state(
             of_name = f"{prefix}optimizer.{name}."
             for key in (key for key in stored if key.startswith(of_name)):
                 state[key] = _room_for(stored[key], parameter)
-        with _without_advice():
-            load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise LocalError(f"checkpoint {folder} cannot be loaded: {_reason(error)}") from None
+        _load(state, reader, ranks)
     if own in stored:
         torch.set_rng_state(state[own])
     optimizer.state.clear()
@@ -131,17 +124,27 @@ def restore_train_state(
 
 def stored_reference(room: Callable[[], dict[str, Tensor]], folder: Path, ranks: Ranks) -> dict[str, Tensor]:
     """Return the reference policy of a checkpoint, in tensors of `room`; empty if it has none. Raises LocalError."""
-    reader = FileSystemReader(folder)
-    try:
+    with _reader(folder) as reader:
         if not any(name.startswith("reference.") for name in reader.read_metadata().state_dict_metadata):
             return {}
         values = room()
-        state = {f"reference.{name}": tensor for name, tensor in values.items()}
-        with _without_advice():
-            load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
-    except (CheckpointException, OSError, RuntimeError) as error:
-        raise LocalError(f"checkpoint {folder} cannot be loaded: {_reason(error)}") from None
+        _load({f"reference.{name}": tensor for name, tensor in values.items()}, reader, ranks)
     return values
+
+
+@contextlib.contextmanager
+def _reader(folder: Path) -> Iterator[FileSystemReader]:
+    """Yield a reader of a checkpoint. Raises LocalError for what fails inside."""
+    try:
+        yield FileSystemReader(folder)
+    except (CheckpointException, OSError, RuntimeError) as error:  # the first is a BaseException
+        raise LocalError(f"checkpoint {folder} cannot be loaded: {_reason(error)}") from None
+
+
+def _load(state: dict[str, Any], reader: FileSystemReader, ranks: Ranks) -> None:
+    """Fill the tensors of `state` in place. A collective."""
+    with _without_advice():
+        load(state, storage_reader=reader, process_group=ranks.host_group, no_dist=ranks.mesh is None)
 
 
 @contextlib.contextmanager

@@ -43,14 +43,8 @@ from prime_protocol.envelope import Envelope, PayloadType, WireModel, open_envel
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
 from prime_protocol.identity import SigningKey
 from prime_protocol.limits import Limits
-from prime_protocol.replies import (
-    NotYet,
-)
-from prime_protocol.requests import (
-    AdminRequest,
-    Request,
-    Stamped,
-)
+from prime_protocol.replies import NotYet
+from prime_protocol.requests import AdminRequest, Request, Stamped
 
 CONNECTIONS_MAX = 100
 """Connections to one server; further requests wait for one."""

@@ -24,8 +24,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from prime_node.broadcast.audit.audit_manifests import ManifestAudit, Step
-from prime_node.broadcast.audit.audit_report import TITLES, AuditReport, Check
+from prime_node.broadcast.audit.audit_manifests import ManifestAudit
+from prime_node.broadcast.audit.audit_report import AuditReport, Check
 from prime_node.broadcast.audit.verified_parts import PARTS_AT_ONCE, CheckFailed, feed_parts
 from prime_node.broadcast.routes import Path
 from prime_node.memory import raw_bytes, require_room
@@ -40,8 +40,6 @@ from prime_protocol.weights import Weights, num_bytes
 
 PATHS_MAX = 256
 """Update paths that an audit tries while bytes of each are no longer kept."""
-
-__all__ = ["TITLES", "Audit", "AuditReport", "Check", "Step", "Verified", "audit"]
 
 
 @dataclass(frozen=True, slots=True)

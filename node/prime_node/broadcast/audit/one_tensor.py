@@ -15,7 +15,9 @@ from itertools import groupby
 
 import numpy as np
 
-from prime_node.broadcast.audit.audit import Audit, AuditReport, Check, Step
+from prime_node.broadcast.audit.audit import Audit
+from prime_node.broadcast.audit.audit_manifests import Step
+from prime_node.broadcast.audit.audit_report import AuditReport, Check
 from prime_node.broadcast.routes import Path
 from prime_node.memory import raw_bytes
 from prime_node.ports.transport import PublicSource, Unreachable

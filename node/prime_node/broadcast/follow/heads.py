@@ -25,10 +25,10 @@ from prime_node.files import disk_fault, read_or_begin, write_durably
 from prime_node.inside import place
 from prime_node.patience import first_answer, unless
 from prime_node.ports.transport import Unreachable
-from prime_protocol.chain import check_manifest
+from prime_protocol.chain import checked_manifest
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
-from prime_protocol.manifest import BasePolicy, SignedManifest, open_manifest
+from prime_protocol.manifest import BasePolicy, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
@@ -239,7 +239,7 @@ class Heads:
 
     async def _open(self, envelope: Envelope) -> SignedManifest:
         """Check (1) and (2) in a thread, since a manifest may be large. Raises RemoteError."""
-        return await asyncio.to_thread(_open_checked, envelope, self._run)
+        return await asyncio.to_thread(checked_manifest, envelope, self._run)
 
     async def _consider(self, named: NamedSource, shown: SignedManifest) -> None:
         """Accept a head if it is newer and continues the known chain (3). Raises RemoteError or Unreachable."""
@@ -365,7 +365,7 @@ class Heads:
         if not (data := read_or_begin(path)):
             return
         try:
-            head = _open_checked(open_envelope(data), self._run)
+            head = checked_manifest(open_envelope(data), self._run)
             if not self._is_rolled_back(head):
                 self.chain.begin(head)
                 self._on_head(self.newest)
@@ -379,12 +379,6 @@ class Heads:
             write_durably(path, envelope.to_bytes())
         except OSError as error:
             raise disk_fault(error, f"checkpoint folder {self._folder}") from None
-
-
-def _open_checked(envelope: Envelope, run: PinnedRun) -> SignedManifest:
-    signed = open_manifest(envelope, run)
-    check_manifest(signed.manifest, run)
-    return signed
 
 
 def _is(signed: SignedManifest, wanted: BasePolicy) -> bool:

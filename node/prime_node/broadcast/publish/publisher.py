@@ -37,7 +37,7 @@ from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import PolicyCopy
 from prime_node.ports.transport import PublishPort
 from prime_node.traces import of_step, spanned
-from prime_protocol.chain import check_manifest
+from prime_protocol.chain import checked_manifest
 from prime_protocol.checkpoint import CheckpointDecoder, root_of_table
 from prime_protocol.chunk_index import open_index
 from prime_protocol.envelope import Envelope
@@ -123,8 +123,7 @@ class Publisher:
         """
         envelope = await ask_until_answered(self._coordinator.head, what="head of the chain", clock=self._clock)
         if envelope is not None:
-            self._head = open_manifest(envelope, self._run)
-            check_manifest(self._head.manifest, self._run)
+            self._head = checked_manifest(envelope, self._run)
         if self._last_signed is not None:
             last = await asyncio.to_thread(self._last_signed.unanswered, self._head, run=self._run.digest)
             if last is not None:
@@ -351,9 +350,7 @@ class Publisher:
     async def _published_manifest(self, version: int) -> SignedManifest:
         ask = partial(self._coordinator.manifest, version)
         envelope = await ask_until_answered(ask, what=f"manifest {version}", clock=self._clock)
-        signed = open_manifest(envelope, self._run)
-        check_manifest(signed.manifest, self._run)
-        return signed
+        return checked_manifest(envelope, self._run)
 
     async def _compare(self, submission: _Submission) -> None:
         """Check that a version that is published already has the same weights."""

@@ -13,19 +13,17 @@ import contextlib
 import errno
 import logging
 import os
-import re
 from collections.abc import Collection
 from pathlib import Path
 
 from prime_node.files import digest_of_file
 from prime_node.inside import NotRegular, naming, open_regular, place, read_regular
-from prime_protocol.digest import digest_of
+from prime_protocol.digest import digest_of, is_digest
 from prime_protocol.manifest import PartEntry
 
 log = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
-_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class PartStore:
@@ -41,7 +39,7 @@ class PartStore:
         """Final bytes of partial parts."""
         for entry in os.scandir(folder):
             digest = entry.name.removesuffix(PARTIAL)
-            if _DIGEST.fullmatch(digest) and entry.is_file(follow_symlinks=False):
+            if is_digest(digest) and entry.is_file(follow_symlinks=False):
                 sizes = self._sizes if digest == entry.name else self._begun
                 sizes[digest] = entry.stat(follow_symlinks=False).st_size
 
