@@ -167,8 +167,17 @@ async def test_an_old_list_replaces_nothing_that_is_known_and_a_list_of_yesterda
     assert directory.records == {BEN.key_id: here, TRAINER.key_id: trainer}
     with pytest.raises(RemoteError, match="too old"):
         directory.take_in(signed_list(now_ms - round(1_001 * LIST_AGE_S_MAX), before), age_s_max=LIST_AGE_S_MAX)
-    directory.take_in(signed_list(now_ms + 1, before))
+    directory.take_in(signed_list(now_ms + 1, before), age_s_max=LIST_AGE_S_MAX)
     assert directory.records[BEN.key_id] == before
+
+
+async def test_the_coordinators_own_list_counts_after_its_clock_was_set_back() -> None:
+    """Before, no list that it sent changed a known address until its clock had passed the wrong time."""
+    directory = Directory(RUN, ANNA, Finder(), clock=SystemClock(), rng=random.Random(1))
+    before, here = (PeerRecord(peer=BEN.key_id, urls=(f"http://192.0.2.{number}:4000",)) for number in (1, 2))
+    directory.take_in(signed_list(3_600_000, before))
+    directory.take_in(signed_list(0, here))
+    assert directory.records[BEN.key_id] == here
 
 
 def _ticket_in(header: str) -> str:

@@ -12,13 +12,16 @@ from typing import cast
 
 import pytest
 from tests.node.swarm_world import policy_weights
+from tests.time_world import VirtualClock, turns, until
 
 from prime_node.adapters.system_clock import SystemClock
+from prime_node.broadcast.swarm import download as download_module
 from prime_node.broadcast.swarm import piece_decoder, sources
 from prime_node.broadcast.swarm.download import Download, Downloads
 from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
+from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.checkpoint import encode_checkpoint, tensor_table
 from prime_protocol.chunk_index import open_index
@@ -38,13 +41,13 @@ class Origin:
 
 
 def one_piece(
-    folder: Path, decode: Callable[[range, bytes | memoryview], None], **entry: object
+    folder: Path, decode: Callable[[range, bytes | memoryview], None], *, clock: Clock | None = None, **entry: object
 ) -> tuple[Download, SourcePool]:
     """A download of a part that is a single piece, and its pool. `entry` replaces fields of the part's entry."""
     weights = policy_weights(0)
     made = encode_checkpoint(weights)
     assert len(made.parts) == 1
-    clock, rng = SystemClock(), random.Random(0)
+    clock, rng = clock or SystemClock(), random.Random(0)
     pool = SourcePool([("origin", cast("CheckpointSource", Origin(made.parts[0])))], clock=clock, rng=rng)
     index = open_index(made.index, made.encoding, tensor_table(weights))
     parts = PartStore(folder, bytes_max=2**30)
@@ -83,6 +86,35 @@ async def test_a_piece_that_the_disk_changed_is_fetched_again_and_the_publisher_
     decoded.clear()
     await one_piece(tmp_path, lambda chunks, data: decoded.append(chunks))[0].run()
     assert decoded
+
+
+async def test_a_source_whose_piece_arrives_after_its_rest_is_asked_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the piece made it a source that has nothing: it was asked no more, and the only one ended the download."""
+    monkeypatch.setattr(download_module, "TICK_S", 1_000.0)
+    clock, held = VirtualClock(), list[asyncio.Future[None]]()
+    download, pool = one_piece(tmp_path, lambda chunks, data: None, clock=clock)
+    (origin,) = pool.lasting
+    given, are_held = origin.source.blob, True
+
+    async def blob(digest: str, *, start: int = 0, end: int | None = None) -> bytes:
+        if are_held:
+            held.append(asyncio.get_running_loop().create_future())
+            await held[-1]
+        return await given(digest, start=start, end=end)
+
+    monkeypatch.setattr(origin.source, "blob", blob)
+    task = asyncio.create_task(download.run())
+    await until(lambda: len(held) > 1)
+    are_held = False
+    held[0].set_exception(Unreachable("cut"))
+    await until(lambda: origin.failures)
+    await turns()
+    clock.seconds += 10.0
+    for waiting in held[1:]:
+        waiting.set_result(None)
+    await asyncio.wait_for(task, 20.0)
 
 
 async def test_a_download_that_is_cancelled_decodes_nothing_any_more(

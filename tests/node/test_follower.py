@@ -220,6 +220,15 @@ async def test_a_gap_in_the_chain_is_not_jumped(tmp_path: Path) -> None:
         assert (await follower.wait_newer(3)).version == 4
 
 
+async def test_a_download_that_has_failed_is_in_progress_no_more(tmp_path: Path) -> None:
+    source = MemorySource(RUN)
+    source.publish(table_weights(0))
+    *_, part = source.blobs
+    del source.blobs[part]
+    async with following(make_follower(tmp_path, source)) as follower:
+        await until(lambda: part in source.blobs_asked and follower.download is None)
+
+
 async def test_a_policy_that_was_published_broken_is_not_downloaded_forever(tmp_path: Path) -> None:
     source = MemorySource(RUN)
     other = table_weights(5)

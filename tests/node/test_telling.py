@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.time_world import until
+from tests.time_world import VirtualClock, turns, until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm import have_set as have_set_module
@@ -85,6 +85,24 @@ async def test_no_line_tells_a_listener_of_pieces_that_it_has_itself(have_set: H
         have_set.came(index.digest, 4)
         have_set.advance_head(7)
         assert head_of(await waiting) == 7
+
+
+async def test_a_listener_that_has_everything_gets_a_line_in_time(
+    have_set: HaveSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, pieces that it has could delay the line that shows that the link lives to twice the time that peers count on."""
+    monkeypatch.setattr(have_set_module, "KEEP_ALIVE_S", 1_000.0)
+    index, part = (PartEntry(digest=digest_of(name), size=1) for name in (b"index", b"part"))
+    have_set.add(HeldEncoding(Encoding(kind=CheckpointKind.ANCHOR, base=None, index=index, parts=(part,)), []))
+    clock = VirtualClock()
+    made = HaveBroadcast(have_set, clock)
+    async with contextlib.aclosing(made.lines(lambda: {index.digest: 1})) as lines:
+        await anext(lines)
+        waiting = asyncio.ensure_future(anext(lines))
+        await turns()
+        clock.seconds += 600.0
+        have_set.came(index.digest, 0)
+        assert runs_of(await asyncio.wait_for(waiting, 20.0), index.digest) == ((0, 1),)
 
 
 def test_many_listeners_get_lines_less_often() -> None:

@@ -119,18 +119,41 @@ async def test_the_calls_of_one_address_are_bounded_in_number_and_in_bytes(monke
         other.send(other.sealer.seal(call(1), call(2), call(3)))
         assert [fault.head["code"] for fault in await faults(other, 2)] == ["unavailable"] * 2
     monkeypatch.setattr(link_server, "HELD_BYTES_MAX", 0)
-    async with answering(never, body_bytes_max=1_000) as port, raw_gateway(port) as gateway:
-        gateway.send(gateway.sealer.seal(call(1, 1_000), call(2, 1_000), call(3, 1)))
+    async with answering(never, body_bytes_max=2**20) as port, raw_gateway(port) as gateway:
+        for number, num_bytes in ((1, 2**20), (2, 2**20), (3, 2**19)):
+            gateway.send(gateway.sealer.seal(call(number, num_bytes)))
         (fault,) = await faults(gateway, 1)
         assert (fault.call, fault.head["code"]) == (3, "unavailable")
+
+
+async def test_the_heads_of_calls_are_short_and_count_like_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a head was as long as a packet and counted for nothing: it held a hundred times a body's bound in memory."""
+    monkeypatch.setattr(link_server, "HELD_BYTES_MAX", 0)
+    waiting = asyncio.Event()
+
+    async def never(call: ForwardedCall) -> ForwardedAnswer:
+        await waiting.wait()
+        return await no_answer(call)
+
+    async with answering(never, body_bytes_max=1_000) as port, raw_gateway(port) as gateway:
+        long = call(1, headers={"a": "b" * (HEAD_BYTES_MAX - 1_000)})
+        gateway.send(gateway.sealer.seal(*(replace(long, call=number) for number in (1, 2, 3))))
+        (fault,) = await faults(gateway, 1)
+        assert (fault.call, fault.head["code"]) == (3, "unavailable")
+    async with answering(never) as port, raw_gateway(port) as gateway:
+        gateway.send(gateway.sealer.seal(call(1, query={str(number): "" for number in range(65)})))
+        (fault,) = await faults(gateway, 1)
+        assert fault.head["code"] == "malformed"
+        gateway.send(gateway.sealer.seal(call(2, others="b" * HEAD_BYTES_MAX)))
+        assert await ended(gateway)
 
 
 async def test_calls_that_have_ended_count_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_server, "CALLS_EACH_MAX", 1)
     monkeypatch.setattr(link_server, "HELD_BYTES_MAX", 0)
-    async with answering(no_answer, body_bytes_max=1_000) as port, linked(port) as link:
+    async with answering(no_answer, body_bytes_max=2**20) as port, linked(port) as link:
         for _ in range(5):
-            await link.ask(ForwardedCall("/v1/status", body=bytes(900)))
+            await link.ask(ForwardedCall("/v1/status", body=bytes(2**20)))
 
 
 async def test_a_parcel_that_is_given_counts_like_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,14 +171,14 @@ async def test_a_parcel_that_is_given_counts_like_a_call(monkeypatch: pytest.Mon
         await asyncio.Event().wait()
         return await no_answer(call)
 
-    async with answering(take, body_bytes_max=1_000) as port, raw_gateway(port) as gateway:
+    async with answering(take, body_bytes_max=2**20) as port, raw_gateway(port) as gateway:
         frames = gateway.frames()
         for number, outcome in ((1, "taken"), (2, "taken"), (3, "unavailable")):
             gateway.send(gateway.sealer.seal(call(number, parcel=["b" * 64, 1, "00" * 64])))
             async for frame in frames:
                 if frame.kind is FrameKind.WANT:
                     break
-            gateway.send(gateway.sealer.seal(LinkFrame(FrameKind.GIVEN, number, body=bytes(1_000))))
+            gateway.send(gateway.sealer.seal(LinkFrame(FrameKind.GIVEN, number, body=bytes(2**20))))
             assert await outcomes.get() == outcome
 
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from prime_node.adapters.link.sealed_frames import PACKET_BYTES_MAX, LinkFrame
 from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall, HeldParcel
+from prime_protocol import limits
 from prime_protocol.digest import Digest
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import KeyId
@@ -18,6 +19,8 @@ ADDRESS_CHARS_MAX = 256
 _Signed = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{128}$")]
 _Parcel = Annotated[tuple[Digest, Annotated[int, Field(gt=0, le=PACKET_BYTES_MAX)], _Signed], Field(strict=False)]
 """Digest, length and signature of the parcel that the gateway holds: an array in JSON, which the tuple's strictness refuses."""
+_Texts = Annotated[dict[str, str], Field(max_length=limits.HTTP_HEADER_LINES_MAX)]
+"""Few, so that they take little more memory than their bytes, for which a call counts."""
 
 
 class CallHead(BaseModel):
@@ -28,9 +31,9 @@ class CallHead(BaseModel):
     path: str
     address: str = Field(default="", max_length=ADDRESS_CHARS_MAX)
     signer: Literal[""] | KeyId = ""
-    params: dict[str, str] = Field(default_factory=dict)  # pydantic makes deep copies of a default {}
-    query: dict[str, str] = Field(default_factory=dict)
-    headers: dict[str, str] = Field(default_factory=dict)
+    params: _Texts = Field(default_factory=dict)  # pydantic makes deep copies of a default {}
+    query: _Texts = Field(default_factory=dict)
+    headers: _Texts = Field(default_factory=dict)
     claimant: Literal[""] | KeyId = ""
     parcel: _Parcel | None = None
 

@@ -132,11 +132,11 @@ class LinkServer:
 
     def hold(self, address: str, num_bytes: int, *, num_calls: int = 0) -> None:
         """Count a call or its bytes. Raises RemoteError if the gateways of this address have too many."""
-        most = max(HELD_BYTES_MAX, 2 * self.body_bytes_max)
+        longest = self.body_bytes_max + HEAD_BYTES_MAX
         if (
             self.num_calls[address] + num_calls > CALLS_EACH_MAX
-            or num_bytes > self.body_bytes_max
-            or self.held_bytes[address] + num_bytes > most
+            or num_bytes > longest
+            or self.held_bytes[address] + num_bytes > max(HELD_BYTES_MAX, 2 * longest)
         ):
             raise RemoteError(
                 ErrorCode.UNAVAILABLE, "this gateway forwards too much at once", retry_after_s=BUSY_RETRY_S
@@ -285,12 +285,13 @@ class _Link(asyncio.Protocol):
             case FrameKind.CALL if frame.call in self._calls:
                 raise BrokenLink("two calls of one number")
             case FrameKind.CALL:
+                num_bytes = frame.head_bytes + len(frame.body)
                 try:
-                    self._server.hold(self.address, len(frame.body), num_calls=1)
+                    self._server.hold(self.address, num_bytes, num_calls=1)
                 except RemoteError as error:
                     self._send(LinkFrame(FrameKind.FAULT, frame.call, fault_head(error)))
                     return
-                self._calls[frame.call] = len(frame.body)
+                self._calls[frame.call] = num_bytes
                 task = self._loop.create_task(self._handle(frame))
                 self._tasks.add(task)
             case FrameKind.MORE if frame.call in self._room:
@@ -318,7 +319,9 @@ class _Link(asyncio.Protocol):
     async def _handle(self, frame: LinkFrame) -> None:
         number, response = frame.call, None
         try:
-            answer = await self._answer(call_of(frame, self._want))
+            call = call_of(frame, self._want)
+            del frame  # its head may hold more than the call needs
+            answer = await self._answer(call)
             response = answer.response
             await self._send_answer(number, answer)
         except RemoteError as error:

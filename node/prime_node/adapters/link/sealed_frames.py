@@ -80,6 +80,8 @@ class LinkFrame:
     call: int = 0
     head: dict[str, Any] = field(default_factory=dict)
     body: bytes = b""
+    head_bytes: int = field(default=0, compare=False)
+    """Bytes of a received head."""
 
 
 def proof(secret: bytes, label: str, nonces: bytes, run: str) -> bytes:
@@ -162,9 +164,10 @@ class FrameOpener:
             kind, call, head_bytes, body_bytes = _FRAME.unpack_from(packet, at)
             body_at = at + _FRAME.size + head_bytes
             at = body_at + body_bytes
-            if (known := _KINDS.get(kind)) is None or len(packet) < at:
-                raise BrokenLink(f"a frame of a kind, {kind}, that this release does not know, or that is cut off")
-            yield LinkFrame(known, call, _head(packet[body_at - head_bytes : body_at]), packet[body_at:at])
+            if (known := _KINDS.get(kind)) is None or len(packet) < at or head_bytes > HEAD_BYTES_MAX:
+                raise BrokenLink(f"a frame of a kind, {kind}, that this release does not know, too long, or cut off")
+            head = _head(packet[body_at - head_bytes : body_at])
+            yield LinkFrame(known, call, head, packet[body_at:at], head_bytes)
 
 
 def _encoded(head: dict[str, Any]) -> bytes:
@@ -196,7 +199,7 @@ def fault_head(error: RemoteError) -> dict[str, object]:
     """Return the head of an error's frame."""
     return {
         "code": str(error.code),
-        "detail": error.detail,
+        "detail": error.detail[:2_000],
         "retry_after_s": error.retry_after_s,
         "epoch": error.epoch,
     }

@@ -269,10 +269,10 @@ class Follower:
                         self._bad[closed.step.name] = str(closed)
                     gone.add(closed.step.name)
                 except _WrongBaseError as wrong:
-                    log.error(
-                        "policy %d has changed on disk since its verification; it is deleted", wrong.policy_version
-                    )
+                    log.error("policy %d has changed since its verification; it is deleted", wrong.policy_version)
                     self._policies.pop(wrong.policy_version, None)
+                finally:
+                    self.download = None
 
     async def _walk(self, way: Sequence[UpdateStep], version: int) -> Policy:
         """Apply one encoding after another."""

@@ -184,15 +184,15 @@ class Directory:
         return text if is_for_asker else None
 
     def take_in(self, text: str, *, age_s_max: float = math.inf) -> None:
-        """Take in a list that any peer shows. Raises RemoteError if the run's coordinator did not sign it, or too long ago.
+        """Take in a list. Raises RemoteError if the run's coordinator did not sign it, or too long ago for a peer to show.
 
-        One that is older than the newest known list changes nothing that is known: peers could show machines that moved, or
-        addresses that are others' now.
+        One that a peer shows and that is older than the newest known list changes nothing that is known: it could name
+        machines that moved, or addresses that are others' now. The coordinator's own counts, also after its clock was set back.
         """
         listed = open_peer_list(text, self._run)
         if self._clock.now_ms() - listed.issued_at_ms > age_s_max * 1_000:
             raise RemoteError(ErrorCode.EXPIRED, "the list of peers is too old")
-        is_older = self._list is not None and listed.issued_at_ms < self._list[1].issued_at_ms
+        is_older = age_s_max < math.inf and self._list is not None and listed.issued_at_ms < self._list[1].issued_at_ms
         for offered in listed.peers:
             if is_older and offered.peer in self.records:
                 continue

@@ -250,9 +250,12 @@ class Download:
             self._picker.remove(name)
         for name, named in self._ready.items():
             if name not in known:
-                self._picker.add(name, is_web_seed=named.kind is SourceKind.ORIGIN)
-                self._heard.pop(name, None)
+                self._add(named)
             self._hear(named)
+
+    def _add(self, named: NamedSource) -> None:
+        self._picker.add(named.name, is_web_seed=named.kind is SourceKind.ORIGIN)
+        self._heard.pop(named.name, None)
 
     def _hear(self, named: NamedSource) -> bool:
         """Pass on what a source has. Return whether that is new."""
@@ -313,7 +316,7 @@ class Download:
     def _arrived(self, named: NamedSource, number: int, num_bytes: int) -> None:
         now_s = self._clock.monotonic_s()
         if named.name not in self._picker.sources:  # it began to rest meanwhile
-            self._picker.add(named.name)
+            self._add(named)
         self._freed.update((named.name, *self._picker.arrived(named.name, number, now_s)))
         for task, (_, same) in self._tasks.items():
             if task in self._asked and same == number:

@@ -239,7 +239,7 @@ class HaveBroadcast:
                 beats = self._beats
                 updates = self.have_set.updates(cursor)
                 now_s = self.clock.monotonic_s()
-                if updates.is_news(head, has()) or now_s - sent_s >= KEEP_ALIVE_S:
+                if updates.is_news(head, has()) or now_s - sent_s >= KEEP_ALIVE_S / 2:
                     yield self._line(cursor, updates)
                     head, sent_s = updates.head, now_s
                 cursor = updates.cursor
@@ -259,7 +259,7 @@ class HaveBroadcast:
         while True:
             try:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(KEEP_ALIVE_S):
+                    async with asyncio.timeout(KEEP_ALIVE_S / 2):
                         await self.have_set.changed(updates)
                 updates = self.have_set.updates(updates.cursor)
                 self._wake()

@@ -145,8 +145,9 @@ class RunPage:
                 doing, version = seen.state, seen.policy_version
                 versions[version] = versions.get(version, 0) + 1
                 if (has := seen.downloads) is not None:
-                    num_reports, links = num_reports + 1, links + has.links
-                    operator_share += has.operator_bytes / max(1, has.operator_bytes + has.peer_bytes)
+                    if num_bytes := has.operator_bytes + has.peer_bytes:
+                        num_reports, links = num_reports + 1, links + has.links
+                        operator_share += has.operator_bytes / num_bytes
                     if has.done_bytes < has.all_bytes:
                         fetching.append((worker, has))
             states[doing] = states.get(doing, 0) + 1
