@@ -161,6 +161,20 @@ def test_a_fast_source_far_away_gets_many_requests_at_once_and_more_of_small_pie
     assert widest == most
 
 
+def test_the_first_source_far_away_is_used_fully_within_a_second() -> None:
+    of = picker(400, size=2**16)
+    of.add("far", has=span(0, 400))
+    asked: list[tuple[float, int]] = []
+    now_s, free_s = 0.0, 0.0
+    while now_s < 1.0:
+        for piece in picks(of, "far", now_s=now_s):
+            free_s = max(free_s, now_s + 0.1) + 2**16 / 10e6  # a round trip of 0.1 s, 10 MB/s
+            asked.append((free_s, piece))
+        now_s, piece = asked.pop(0)
+        of.arrived("far", piece, now_s)
+    assert len(asked) * 2**16 >= 0.1 * 10e6
+
+
 def test_new_sources_are_asked_for_half_a_megabyte_together_and_each_for_a_piece() -> None:
     for num_sources, expected in ((1, 8), (4, 2), (13, 1)):
         of = picker(400, size=2**16)

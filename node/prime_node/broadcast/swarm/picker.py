@@ -93,6 +93,8 @@ class _Source:
     is_snubbed: bool = False
     """Whether it is snubbed: its answer is very late, and nothing has arrived since."""
     is_slow: bool = False
+    num_pieces: int = 0
+    """Pieces since the first. They count alike in the rate until they fill its time constant: the first one is slow."""
 
     @property
     def is_counted(self) -> bool:
@@ -260,7 +262,8 @@ class Picker:
         if source.rate_bytes_s is None:
             source.rate_bytes_s = size / passed_s
         else:
-            weight = -math.expm1(-passed_s / self._rules.rate_memory_s)
+            source.num_pieces += 1
+            weight = max(-math.expm1(-passed_s / self._rules.rate_memory_s), 1 / (1 + source.num_pieces))
             source.rate_bytes_s += weight * (size / passed_s - source.rate_bytes_s)
         self._rate_bytes_s_max = max(self._rate_bytes_s_max, source.rate_bytes_s)
 
