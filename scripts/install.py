@@ -270,13 +270,9 @@ def alone(to: Path) -> Iterator[None]:
 
 
 def recorded_roles(to: Path) -> list[str]:
-    """Return the roles of the last installation in a folder; none if there is no readable record.
-
-    The first installers recorded one, as `role`.
-    """
+    """Return the roles of the last installation in a folder; none if there is no readable record."""
     try:
-        record = json.loads((to / "install.json").read_bytes())
-        return list(record["roles"]) if "roles" in record else [record["role"]]
+        return list(json.loads((to / "install.json").read_bytes())["roles"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

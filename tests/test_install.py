@@ -173,9 +173,8 @@ def test_no_installer_of_an_older_release_is_run(
         upgrade(str(older))
 
 
-def test_a_record_of_the_first_installers_names_one_role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, `upgrade` ended with a KeyError, and the installer forgot the role."""
-    record = {"source": "nowhere", "key": KEY.public.raw.hex(), "role": "verifier", "bin": str(tmp_path / "bin")}
+def test_an_incomplete_record_is_said_before_anything_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = {"source": "nowhere", "key": KEY.public.raw.hex(), "roles": ["verifier"], "bin": str(tmp_path / "bin")}
     (tmp_path / "install.json").write_text(json.dumps(record))
     assert INSTALL["recorded_roles"](tmp_path) == ["verifier"]
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "versions" / "0.1.0"))
@@ -187,8 +186,7 @@ def test_a_record_of_the_first_installers_names_one_role(tmp_path: Path, monkeyp
         upgrade(str(newer))
     for name in record:
         (tmp_path / "install.json").write_text(json.dumps({key: record[key] for key in record if key != name}))
-        lacking = "roles" if name == "role" else name
-        with pytest.raises(LocalError, match=f"install.json lacks {lacking}: call `python3 -I install.py --role ROLE`"):
+        with pytest.raises(LocalError, match=f"install.json lacks {name}: call `python3 -I install.py --role ROLE`"):
             upgrade(str(newer))
 
 

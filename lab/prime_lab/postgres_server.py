@@ -18,12 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from prime_lab.free_ports import free_ports
-
-if TYPE_CHECKING:
-    from prime_node.adapters.storage.sql_store import SqlStore
+from prime_node.adapters.storage.postgres_store import postgres_database
+from prime_node.adapters.storage.sql_store import SqlStore
 
 USER = "operator"
 """User of the server with all rights."""
@@ -143,6 +142,11 @@ def synchronous_standby(primary: PostgresServer) -> Iterator[PostgresServer]:
             standby.end()
 
 
+async def open_postgres(url: str, *, run: str) -> SqlStore:
+    """Open the store of one run's coordinator for writing, and begin a term. Raises LocalError."""
+    return await SqlStore.open(await postgres_database(url, run=run))
+
+
 @contextmanager
 def _folder() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="postgres-"))
@@ -176,19 +180,3 @@ def _can_execute(program: Path) -> bool:
         ).returncode
     except PermissionError:
         return False
-
-
-async def open_postgres(url: str, *, run: str) -> SqlStore:
-    """Open the database of one run's coordinator for writing, and begin a term. Raises LocalError."""
-    from prime_node.adapters.storage.postgres_store import follow_postgres
-    from prime_node.adapters.storage.schema_versions import require_open
-    from prime_node.adapters.storage.sql_store import SqlStore, info_of
-
-    database = await follow_postgres(url, run=run)
-    try:
-        require_open(await info_of(database), place=database.place)
-        await database.lead(is_patient=False)
-        return await SqlStore.over(database)
-    except BaseException:
-        await database.close()
-        raise

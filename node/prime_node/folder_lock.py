@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import Self
 
 from prime_node.files import disk_fault
 from prime_node.inside import open_regular, refuse_links
@@ -19,7 +20,7 @@ class FolderInUse(LocalError):
 
 
 class FolderLock:
-    """A lock held until `release`, or until the process ends in any way."""
+    """A lock held until `release`, until its context ends, or until the process ends in any way."""
 
     def __init__(self, folder: Path) -> None:
         """Lock the folder.
@@ -47,8 +48,23 @@ class FolderLock:
             os.close(self._descriptor)
             raise disk_fault(error, folder / "lock") from None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def release(self) -> None:
         """Release the lock. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def is_in_use(folder: Path) -> bool:
+    """Return whether another process holds the folder's lock. Raises LocalError if it cannot be locked."""
+    try:
+        FolderLock(folder).release()
+    except FolderInUse:
+        return True
+    return False

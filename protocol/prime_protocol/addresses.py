@@ -102,6 +102,11 @@ def network_of(host: str) -> str:
         return "unknown"
     if address.version == 4 and place_of(host) != GLOBAL:
         return str(address)
+    return usual_network(address)
+
+
+def usual_network(address: IPAddress) -> str:
+    """Return the network of the addresses that one owner usually has. Example: "203.0.113.0/24" for 203.0.113.7."""
     return str(ipaddress.ip_network((address, NETWORK_BITS[address.version]), strict=False))
 
 

@@ -84,21 +84,21 @@ def episodes_of(rollouts: Rollouts, lease: Lease) -> list[list[Turn]]:
     return list(episodes_behind(rollouts, prompts))
 
 
-def episodes_behind(rollouts: Rollouts, prompts: Sequence[TokenIds], *, first: int = 0) -> Iterator[list[Turn]]:
-    """Return the same for the rollouts from number `first` on, given the prompts of their leases."""
+def episodes_behind(rollouts: Rollouts, prompts: Sequence[TokenIds]) -> Iterator[list[Turn]]:
+    """Return the same for as many rollouts as prompts are given, from the first one on."""
     if rollouts.turns_N3 is None:
-        for number, prompt in enumerate(prompts, start=first):
+        for number, prompt in enumerate(prompts):
             yield [Turn(prompt, rollouts.completion(number))]
         return
     completions, context, place = rollouts.completions(), rollouts.context, 0
-    episodes: dict[int, list[Turn]] = {number: [] for number in range(first, first + len(prompts))}
+    episodes: dict[int, list[Turn]] = {number: [] for number in range(len(prompts))}
     for completion, (number, kept, new) in zip(completions, rollouts.turns_N3.tolist(), strict=True):
         environment_ids = tuple(context[place : place + new])
         place += new
         if number not in episodes:
             continue
         turns = episodes[number]
-        before = turns[-1].prompt_token_ids + turns[-1].completion.token_ids if turns else prompts[number - first]
+        before = turns[-1].prompt_token_ids + turns[-1].completion.token_ids if turns else prompts[number]
         if kept > len(before):
             raise RemoteError(ErrorCode.MALFORMED, f"a turn of rollout {number} keeps {kept} of {len(before)} tokens")
         turns.append(Turn(before[:kept] + environment_ids, completion))

@@ -27,8 +27,8 @@ from prime_node.broadcast.follow.trust import Trust
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import shipped_calibration
 from prime_node.cli.wire_measurement import random_model
-from prime_node.coordinator.api.amendments import amendment_name
 from prime_node.folder_lock import FolderLock
+from prime_node.ports.documents import amendment_name
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.loop import run_validator as run_validator
 from prime_node.validator.scoring_workers import ScoringWorkers

@@ -23,8 +23,8 @@ from tests.node.coordinator_world import (
 from tests.node.dossiers_world import case_in, check
 from tests.node.worker_world import next_ring
 
-from prime_node.coordinator.api.amendments import amendment_name
 from prime_node.coordinator.daemon import serve_coordinator
+from prime_node.ports.documents import amendment_name
 from prime_protocol.amendment import CalibrationAmendment
 from prime_protocol.assignment import Sampling
 from prime_protocol.calibration import Calibration, PairMoments

@@ -32,8 +32,7 @@ from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.coordinator.api import documents
 from prime_node.coordinator.assembly import Parts
-from prime_node.coordinator.manifests import manifest_name
-from prime_node.coordinator.replay_archive import batch_name
+from prime_node.ports.documents import batch_name, manifest_name
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.replay import BundleAccess

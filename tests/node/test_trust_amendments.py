@@ -11,9 +11,10 @@ from tests.time_world import VirtualClock
 
 from prime_lab.memory_blobs import MemoryDocuments
 from prime_node.broadcast.follow.pinned import fetch_amendments
-from prime_node.coordinator.api.amendments import amendment_name, restore_amendments
+from prime_node.coordinator.api.amendments import restore_amendments
 from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import rules_of
+from prime_node.ports.documents import amendment_name
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.identity import SigningKey

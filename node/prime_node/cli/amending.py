@@ -8,16 +8,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from prime_node.broadcast.follow.pinned import fetch_amendments, fetch_key_rings
+from prime_node.cli.hand_over import hand_over
+from prime_node.cli.run_calibration import require_covers
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import read_calibration
 from prime_node.cli.target import open_source
-from prime_node.files import write_durably
-from prime_node.folder_lock import FolderInUse, FolderLock
 from prime_node.keyfile import load_key
-from prime_node.ports.transport import Unreachable
+from prime_node.ports.documents import amendment_name
 from prime_protocol.amendment import CalibrationAmendment
 from prime_protocol.calibration import Calibration, PairMoments
-from prime_protocol.envelope import Envelope, PayloadType, seal
+from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import CONFIG_FILE, PinnedRun, open_run_spec
@@ -29,7 +29,9 @@ def amend_run(run_dir: RunDir, file: Path, *, keys: Sequence[Path] = (), note: s
 
     found = read_calibration(file)
     run = asyncio.run(_known_run(run_dir))
-    _require_measured_for(found, file, run, run_dir)
+    advice = f"`prime-node calibrate {file} --run {run_dir.path}` measures for this run"
+    config_json = (run_dir.model / CONFIG_FILE).read_bytes()
+    require_covers(str(file), found, config_json, run.spec.sampling.temperature, advice=advice)
     amendment = CalibrationAmendment(
         run=run.digest,
         version=run.calibrations.version + 1,
@@ -47,7 +49,8 @@ def amend_run(run_dir: RunDir, file: Path, *, keys: Sequence[Path] = (), note: s
         )
     envelope = seal(amendment, PayloadType.CALIBRATION, *signers.values())
     check_new(envelope, run)
-    is_running = asyncio.run(_submit(run_dir, run, envelope))
+    name = amendment_name(amendment.version)
+    is_running = asyncio.run(hand_over(run_dir, name, envelope, lambda client: client.add_amendment(envelope)))
     when = "is in force" if is_running else "is stored, and in force as soon as the coordinator starts"
     yield f"calibration {amendment.version} {when}: {pairs_of(amendment)}"
 
@@ -60,17 +63,6 @@ async def _known_run(run_dir: RunDir) -> PinnedRun:
         await fetch_key_rings(source, run.keys)
         await fetch_amendments(source, run)
     return run
-
-
-def _require_measured_for(found: Calibration, file: Path, run: PinnedRun, run_dir: RunDir) -> None:
-    """Raise LocalError if the calibration was measured on something that errs less than the run."""
-    from prime_node.coordinator.new_run import covers
-
-    advice = f"`prime-node calibrate {file} --run {run_dir.path}` measures for this run"
-    if not covers(found, (run_dir.model / CONFIG_FILE).read_bytes()):
-        raise LocalError(f"{file} was measured on a smaller model than the run's; {advice}")
-    if run.spec.sampling.temperature < found.temperature_min:
-        raise LocalError(f"{file} was measured at a higher temperature than the run's; {advice}")
 
 
 def _new_pairs(found: Calibration, file: Path, run: PinnedRun) -> tuple[PairMoments, ...]:
@@ -89,29 +81,3 @@ def _new_pairs(found: Calibration, file: Path, run: PinnedRun) -> tuple[PairMome
     if not (usable := tuple(pair for pair in pairs if pair.moments)):
         raise LocalError(f"{file} has no pair of engine classes that the run lacks; known pairs are never changed")
     return usable
-
-
-async def _submit(run_dir: RunDir, run: PinnedRun, envelope: Envelope) -> bool:
-    """Send the amendment to the coordinator, or store it as the coordinator would. Return whether a coordinator runs."""
-    from prime_node.cli import wire
-    from prime_node.coordinator.api.amendments import amendment_name
-
-    try:
-        lock = FolderLock(run_dir.coordinator)
-    except FolderInUse:  # the coordinator runs
-        url = str(run_dir.join_link())
-        try:
-            async with wire.public_source(url) as client:
-                await client.add_amendment(envelope)
-        except Unreachable as error:
-            raise LocalError(f"{url} does not answer: {error}") from None
-        return True
-    path = run_dir.public / amendment_name(run.calibrations.version + 1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, envelope.to_bytes())
-    except OSError as error:
-        raise LocalError(f"{path}: {error.strerror}") from None
-    finally:
-        lock.release()
-    return False

@@ -44,15 +44,13 @@ def calibrate(
             "--config",
             "-c",
             help="Config of a run: its model, engines, sampling, prompts and [run] calibration_* replace the defaults below.",
-            show_default=False,
         ),
     ] = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     run: Annotated[
         Path | None,
         typer.Option(
-            help="Run directory: measure for this run, with its config and its newest policy, for `operate amend`.",
-            show_default=False,
+            help="Run directory: measure for this run, with its config and its newest policy, for `operate amend`."
         ),
     ] = None,
     model: Annotated[
@@ -63,13 +61,11 @@ def calibrate(
         list[str],
         typer.Option(
             help="An engine that samples: transformers/fp32, transformers/bf16, vllm/fp32, vllm/bf16, vllm/bf16-fp32head; "
-            "default: transformers'.",
-            show_default=False,
+            "default: transformers'."
         ),
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
     judge: Annotated[
-        list[str],
-        typer.Option(help="An engine that judges; the same names; default: transformers'.", show_default=False),
+        list[str], typer.Option(help="An engine that judges; the same names; default: transformers'.")
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
     tokens: Annotated[
         int | None,

@@ -20,9 +20,7 @@ def config(
     section: Annotated[Section | None, typer.Argument(help="All if left out.")] = None,
     file: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
-    run: Annotated[
-        Path | None, typer.Option("--run", help="Run directory whose settings are shown.", show_default=False)
-    ] = None,
+    run: Annotated[Path | None, typer.Option("--run", help="Run directory whose settings are shown.")] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of config files, for editors.")] = False,
 ) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from prime_node.cli.place import worker_folders
 from prime_node.cli.say import say
+from prime_node.folder_lock import is_in_use
 from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _order(folder: Path | None, wanted: Wanted, stopped: str) -> None:
 
     for each in _running(folder):
         _check(each)
-        if wanted is Wanted.FINISH and not _runs(each):
+        if wanted is Wanted.FINISH and not is_in_use(each):
             raise LocalError(f"no worker runs in {each}: there is nothing to finish")
         try:
             control = read_control(each)
@@ -131,7 +132,7 @@ def _order(folder: Path | None, wanted: Wanted, stopped: str) -> None:
 
 def _running(folder: Path | None) -> list[Path]:
     """Return the folder that is named, or those of all workers that run. Raises LocalError if there is none."""
-    folders = [folder] if folder is not None else [one for one in worker_folders() if _runs(one)]
+    folders = [folder] if folder is not None else [one for one in worker_folders() if is_in_use(one)]
     if not folders:
         raise LocalError("no worker runs here; name a worker's folder, or see `prime-node status`")
     return folders
@@ -142,7 +143,7 @@ def _page_address(folder: Path) -> str:
     from prime_node.cli.wire_node import PAGE_FILE, read_address
 
     _check(folder)
-    if not _runs(folder):
+    if not is_in_use(folder):
         raise LocalError(f"no worker runs in {folder}: there is no page to open")
     try:
         return read_address(folder)
@@ -169,7 +170,7 @@ def _tell(folder: Path, control: Control, stopped: str) -> None:
 
     ordered = control.model_copy(update={"at_ms": max(time.time_ns() // 1_000_000, control.at_ms + 1)})
     write_control(folder, ordered)
-    if not _runs(folder):
+    if not is_in_use(folder):
         say(f"{folder}: no worker runs; {stopped}")
         return
     say(f"{folder}: {_answer(folder, ordered) or 'no answer yet; it follows once it is awake'}")
@@ -195,16 +196,6 @@ def _shown(control: Control) -> str:
     assert control.limits is not None
     set_ones = control.limits.model_dump(mode="json", exclude_defaults=True)
     return ", ".join(f"{name}={str(value).lower()}" for name, value in set_ones.items()) or "no limits"
-
-
-def _runs(folder: Path) -> bool:
-    from prime_node.folder_lock import FolderInUse, FolderLock
-
-    try:
-        FolderLock(folder).release()
-    except FolderInUse:
-        return True
-    return False
 
 
 def _check(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 from prime_node.cli.coordinator_replay import coordinator_replay
 from prime_node.cli.move import move
 from prime_node.cli.new import write_join_link
-from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent, command_group
 from prime_node.cli.run_dir import RunDir
 from prime_node.folder_lock import FolderLock
 from prime_node.inside import refuse_links
@@ -45,11 +45,8 @@ class ServeOrCommand(TyperGroup):
         return super().parse_args(ctx, args if args[:1] and args[0] in self.commands else [self.default_command, *args])
 
 
-coordinator = typer.Typer(
-    cls=ServeOrCommand,
-    help="Serve a run, move a stopped one to another store, or fold its archived journal again.",
-    add_completion=False,
-    rich_markup_mode=None,
+coordinator = command_group(
+    "Serve a run, move a stopped one to another store, or fold its archived journal again.", cls=ServeOrCommand
 )
 coordinator.command("move")(move)
 coordinator.command("replay")(coordinator_replay)

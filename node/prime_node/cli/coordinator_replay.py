@@ -46,7 +46,7 @@ def coordinator_replay(
     state, ledger: {num_lines, digest}, notes.
     """
     from prime_node.cli.wire_store import EMBEDDED, store_setting
-    from prime_node.coordinator.journal_replay import RowFault
+    from prime_node.coordinator.journal_replay import JournalReport, RowFault
 
     run_dir = RunDir(run)
     pinned, store = run_dir.load_run(), store_setting(run)
@@ -58,7 +58,7 @@ def coordinator_replay(
             raise LocalError(
                 f"the coordinator of {run} runs: stop it, or fold the journal of a copy of the folder"
             ) from None
-    report, fault = _empty_report(), None
+    report, fault = JournalReport(), None
     try:
         asyncio.run(_fold(run_dir, store, report))
     except RowFault as error:
@@ -87,12 +87,6 @@ async def _fold(run_dir: RunDir, store: str, report: JournalReport) -> None:
     opened = stored_journal(run, run_dir.coordinator, load_key(run_dir.key("coordinator")), store=store, report=report)
     async with opened as replay:
         await replay.fold()
-
-
-def _empty_report() -> JournalReport:
-    from prime_node.coordinator.journal_replay import JournalReport
-
-    return JournalReport()
 
 
 def _print(report: JournalReport, fault: Exception | None) -> None:

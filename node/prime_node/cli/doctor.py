@@ -56,8 +56,7 @@ HOW_TO_GET = " (no worker of every run needs them; `prime-node doctor` without a
 
 def doctor(
     link: Annotated[
-        str | None,
-        typer.Argument(help="Join link of a run: can this machine work for it? `-`: from stdin.", show_default=False),
+        str | None, typer.Argument(help="Join link of a run: can this machine work for it? `-`: from stdin.")
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="With a link: measure disk, network and engine, in a minute.")

@@ -31,10 +31,7 @@ def evaluate(
     link: Link,
     every: Annotated[int, typer.Option("--every", min=1, help="Evaluate every N-th policy.")] = 1,
     folder: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where policies and evaluations.jsonl are kept [~/.prime-node/evaluate/RUN].", show_default=False
-        ),
+        Path | None, typer.Option(help="Where policies and evaluations.jsonl are kept [~/.prime-node/evaluate/RUN].")
     ] = None,
     key: OwnKey = None,
     config: ConfigFile = None,
@@ -83,9 +80,9 @@ async def _evaluate(
     from prime_node.keyfile import load_or_create
     from prime_node.observe import JsonLines
 
-    lock, console = FolderLock(folder), Console(stderr=True, highlight=False, soft_wrap=True)
-    key = load_or_create(key_file)
-    with download_bar() as on_progress:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with FolderLock(folder), download_bar() as on_progress:
+        key = load_or_create(key_file)
         async with wire.client(link, key) as client:
             run = await unless(stop.wait(), wire.pinned_run(client, link.run, folder, mirrors=settings.mirrors))
             if run is None:
@@ -117,7 +114,6 @@ async def _evaluate(
             finally:
                 rows.close()
                 await evaluator.close()
-    lock.release()
     return 0
 
 

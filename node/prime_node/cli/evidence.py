@@ -11,7 +11,7 @@ import typer
 
 from prime_node.cli.deciding_bundle import about_the_bundle
 from prime_node.cli.dossier_file import DossierFile, read_dossier
-from prime_node.cli.options import AsJson, ConfigFile, ExpectedRun, Options, Set
+from prime_node.cli.options import AsJson, ConfigFile, ExpectedRun, Options, Set, TrustedCode, command_group
 from prime_node.cli.replay import exit_with_report
 from prime_node.cli.replay_target import ReplayOptions
 from prime_node.cli.say import say
@@ -35,17 +35,7 @@ RESTS_ON = {
 }
 """Last line of the output by kind: what a ban that holds rests on."""
 
-evidence = typer.Typer(
-    help="Check the evidence for a ban or against a coordinator.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
-
-
-@evidence.callback()
-def _group() -> None:
-    """Group of evidence commands."""
+evidence = command_group("Check the evidence for a ban or against a coordinator.")
 
 
 FINDING_BYTES_MAX = 2**24
@@ -98,36 +88,25 @@ def evidence_verify(
     model: Annotated[
         Path | None,
         typer.Option(
-            show_default=False,
             help="The bundle's policy, from `verify --policy N --export`: repeat the forward pass of the deciding bundle, if a "
-            "transformers validator made it.",
+            "transformers validator made it."
         ),
     ] = None,
     ledger: Annotated[
         str | None,
         typer.Option(
-            show_default=False,
             help="Exported ledger, join link or URL: its key rings count too, and the deciding bundle's problems and "
-            "seeds must be those of the run's seed chain.",
+            "seeds must be those of the run's seed chain."
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            show_default=False,
             help="The run's model files: render the deciding bundle's prompts again, with the environments that the run names. "
-            "Needs --run.",
+            "Needs --run."
         ),
     ] = None,
-    code: Annotated[
-        list[str],
-        typer.Option(
-            "--code",
-            metavar="MODULE:NAME",
-            show_default=False,
-            help="For a folder of `replay`: run this code of the recipe's creator, which you have read; repeatable.",
-        ),
-    ] = [],  # noqa: B006 - typer reads it, nothing changes it
+    code: TrustedCode = [],  # noqa: B006 - typer reads it, nothing changes it
     no_rewards: Annotated[
         bool, typer.Option("--no-rewards", help="For a folder of `replay`: do not compute rewards again.")
     ] = False,
@@ -135,10 +114,11 @@ def evidence_verify(
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
     as_json: AsJson = False,
 ) -> None:
-    """Check the evidence for a ban, or of a re-execution. Settings are those of the environments, such as their data folder.
+    """Check the evidence for a ban, or of a re-execution.
 
     It checks signatures, receipts, sums, and the deciding bundle if it is in the same folder.
     Evidence is in nats: an honest worker reaches n nats with a probability of at most e^-n.
+    --code and the settings, those of the environments, are for a folder of `replay`.
 
     \b
     Exit codes: 0 all holds; 1 something does not; 3 this machine is at fault. For a folder of `replay`: its codes and its --json.

@@ -30,17 +30,12 @@ PEERS_S = 1.0
 
 def fetch(
     link: Link,
-    policy: Annotated[
-        int | None, typer.Option("--policy", min=0, help="This policy instead of the newest.", show_default=False)
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="New folder for the model [./policy-N].", show_default=False)
-    ] = None,
+    policy: Annotated[int | None, typer.Option("--policy", min=0, help="This policy instead of the newest.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="New folder for the model [./policy-N].")] = None,
     folder: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of downloaded pieces, from which an interrupted download resumes [~/.prime-node/fetch/RUN].",
-            show_default=False,
+            help="Folder of downloaded pieces, from which an interrupted download resumes [~/.prime-node/fetch/RUN]."
         ),
     ] = None,
     config: ConfigFile = None,
@@ -63,10 +58,9 @@ def fetch(
     parsed = parse_link(link)
     settings = Options(config, assignments, reads=("worker",)).load(WorkerConfig)
     place = folder or HOME / "fetch" / parsed.run[:16]
-    lock = FolderLock(place)
-    ready_kernels(Console(stderr=True, highlight=False).print)
-    written, files = asyncio.run(fetch_policy(parsed, settings, place, policy, out))
-    lock.release()
+    with FolderLock(place):
+        ready_kernels(Console(stderr=True, highlight=False).print)
+        written, files = asyncio.run(fetch_policy(parsed, settings, place, policy, out))
     say(f"{written}: {files} files", console=Console())
 
 

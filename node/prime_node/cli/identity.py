@@ -13,30 +13,25 @@ from typing import Annotated
 import typer
 
 from prime_node.broadcast.audit.audit_report import date_of
+from prime_node.cli.options import command_group
 from prime_node.cli.outcome import MAY_PASS, REFUSED
 from prime_node.cli.place import HOME, parse_link, worker_folders
 from prime_node.cli.say import say
-from prime_node.folder_lock import FolderInUse, FolderLock
+from prime_node.folder_lock import is_in_use
 from prime_node.keyfile import create_key, id_file, load_key, load_or_create
 from prime_protocol.delegation import Delegation
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.requests import RevokeRequest
 from prime_protocol.run_spec import JoinLink
 
-identity = typer.Typer(
-    help="Keep, back up and move this machine's key; let several machines count as one person's.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+identity = command_group("Keep, back up and move this machine's key; let several machines count as one person's.")
 
 PASSPHRASE_CHARS_MIN = 12
 Own = Annotated[Path, typer.Option("--identity", help="Key file of this machine.")]
 PersonKey = Annotated[Path, typer.Option("--person", help="Key file of the person.")]
 KeyFile = Annotated[Path, typer.Option("--key", help="Key file.")]
 PassphraseFile = Annotated[
-    Path | None,
-    typer.Option("--passphrase-file", help="File with the passphrase, instead of a question.", show_default=False),
+    Path | None, typer.Option("--passphrase-file", help="File with the passphrase, instead of a question.")
 ]
 OWN, PERSON = HOME / "identity.key", HOME / "person.key"
 
@@ -67,15 +62,11 @@ def new_person(file: Annotated[Path, typer.Argument(help="New key file of the pe
 @identity.command("authorise")
 def authorise_machine(
     machine: Annotated[
-        str | None,
-        typer.Argument(
-            help="Key id of another machine, as its `prime-node identity show` prints it.", show_default=False
-        ),
+        str | None, typer.Argument(help="Key id of another machine, as its `prime-node identity show` prints it.")
     ] = None,
     days: Annotated[float, typer.Option("--days", min=0.01, help="Validity in days, at most 400.")] = 90.0,
     run: Annotated[
-        str | None,
-        typer.Option("--run", help="Join link of the only run in which it holds [all runs].", show_default=False),
+        str | None, typer.Option("--run", help="Join link of the only run in which it holds [all runs].")
     ] = None,
     own: Own = OWN,
     person: PersonKey = PERSON,
@@ -229,7 +220,5 @@ def _passphrase(file: Path | None, *, is_new: bool) -> str:
 
 def _require_no_worker() -> None:
     for folder in worker_folders():
-        try:
-            FolderLock(folder).release()
-        except FolderInUse:
-            raise LocalError(f"a worker runs in {folder}: `prime-node finish {folder}` first") from None
+        if is_in_use(folder):
+            raise LocalError(f"a worker runs in {folder}: `prime-node finish {folder}` first")

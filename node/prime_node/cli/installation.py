@@ -26,9 +26,4 @@ def recorded_installation() -> tuple[Path, dict[str, Any]] | None:
         kept = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return (folder, with_roles(kept)) if isinstance(kept, dict) else None
-
-
-def with_roles(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record in its present form. Those of the first installers name one role, as `role`."""
-    return {"roles": [record["role"]] if "role" in record else [], **record}
+    return (folder, kept) if isinstance(kept, dict) else None

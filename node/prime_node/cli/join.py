@@ -17,21 +17,16 @@ def join(
     link: Annotated[
         str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>; - reads it from standard input.")
     ],
-    name: Annotated[
-        str | None, typer.Option(help="Name of this worker on the operator's screens.", show_default=False)
-    ] = None,
-    engine: Annotated[EngineName | None, typer.Option(help="Inference engine.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Option(help="Name of this worker on the operator's screens.")] = None,
+    engine: Annotated[EngineName | None, typer.Option(help="Inference engine.")] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder of policies and of rollouts that wait for upload [~/.prime-node/runs/RUN].", show_default=False
-        ),
+        typer.Option(help="Folder of policies and of rollouts that wait for upload [~/.prime-node/runs/RUN]."),
     ] = None,
     identity: Annotated[
         Path | None,
         typer.Option(
-            help="Key file, made on first use [FOLDER/identity.key if --folder is given, else ~/.prime-node/identity.key].",
-            show_default=False,
+            help="Key file, made on first use [FOLDER/identity.key if --folder is given, else ~/.prime-node/identity.key]."
         ),
     ] = None,
     private: Annotated[

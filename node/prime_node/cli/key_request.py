@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from prime_node.broadcast.audit.audit_report import date_of
 from prime_node.broadcast.follow.pinned import fetch_key_rings
+from prime_node.cli.hand_over import hand_over, send_to
 from prime_node.cli.place import is_url
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.target import expected_run, open_source
+from prime_node.cli.target import answering, expected_run, open_source
 from prime_node.files import write_durably
-from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key
-from prime_node.ports.transport import StatementSource, Unreachable
+from prime_node.ports.documents import key_ring_name
+from prime_node.ports.transport import StatementSource
 from prime_protocol.envelope import (
     Envelope,
     PayloadType,
@@ -38,6 +40,9 @@ from prime_protocol.manifest import open_manifest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.timestamp import Timestamp
 
+if TYPE_CHECKING:
+    from prime_node.cli.wire import HttpClient
+
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -50,7 +55,7 @@ class Known:
 
 async def known_of(target: str) -> Known:
     """Return the run, every key ring and the newest manifest, verified. Raises LocalError or RemoteError."""
-    with _answering(target):
+    with answering(target):
         async with open_source(target) as source:
             envelope = await source.run_spec()
             run = open_run_spec(envelope, pinned=expected_run(target) or envelope.digest)
@@ -70,14 +75,6 @@ async def _require_rings(source: StatementSource, keys: KeyChain) -> None:
             raise LocalError(
                 f"key ring {keys.version + 1} was in force, and its file is missing; restore it from a copy or a mirror"
             )
-
-
-@contextlib.contextmanager
-def _answering(target: str) -> Iterator[None]:
-    try:
-        yield
-    except Unreachable as error:
-        raise LocalError(f"{target} does not answer: {error}") from None
 
 
 def changed(keys: RoleKeys, changes: Mapping[str, object]) -> RoleKeys:
@@ -143,46 +140,23 @@ async def submit_to(target: str, known: Known, envelope: Envelope) -> None:
 
     Raises RemoteError or LocalError.
     """
-    run_dir = None if is_url(target) else RunDir(Path(target))
-    if run_dir is None:
-        await _post(target, envelope)
+    from prime_node.cli import wire
+    from prime_node.coordinator.api.statements import check_published
+
+    def send(client: HttpClient) -> Awaitable[None]:
+        return client.add_key_ring(envelope)
+
+    async def check() -> None:
+        newest = -1 if known.published is None else known.published.policy_version
+        await check_published(known.run.keys.check(envelope), newest, wire.folder_source(run_dir.public).manifest)
+
+    if is_url(target):
+        await send_to(target, send)
         return
+    run_dir = RunDir(Path(target))
     if not run_dir.exists:
         raise LocalError(f"{target} is not a run directory; give one, or the coordinator's address")
-    try:
-        lock = FolderLock(run_dir.coordinator)
-    except LocalError:  # the coordinator runs
-        await _post(str(run_dir.join_link()), envelope)
-        return
-    try:
-        await _put(run_dir, known, envelope)
-    finally:
-        lock.release()
-
-
-async def _post(url: str, envelope: Envelope) -> None:
-    from prime_node.cli import wire
-
-    with _answering(url):
-        async with wire.public_source(url) as client:
-            await client.add_key_ring(envelope)
-
-
-async def _put(run_dir: RunDir, known: Known, envelope: Envelope) -> None:
-    """Store the ring as the coordinator would, while it does not run."""
-    from prime_node.cli import wire
-    from prime_node.coordinator.api.statements import check_published, key_ring_name
-
-    ring = known.run.keys.check(envelope)
-    newest = -1 if known.published is None else known.published.policy_version
-    source = wire.folder_source(run_dir.public)
-    await check_published(ring, newest, source.manifest)
-    path = run_dir.public / key_ring_name(ring.version)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, envelope.to_bytes())
-    except OSError as error:
-        raise LocalError(f"{path}: {error.strerror}") from None
+    await hand_over(run_dir, key_ring_name(known.run.keys.version + 1), envelope, send, check)
 
 
 def use_new_keys(run_dir: RunDir, ring: KeyRing) -> Iterator[str]:

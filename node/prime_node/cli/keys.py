@@ -27,6 +27,7 @@ from prime_node.cli.key_request import (
     use_new_keys,
     write_request,
 )
+from prime_node.cli.options import command_group
 from prime_node.cli.place import is_url
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
@@ -34,20 +35,12 @@ from prime_node.keyfile import create_key, load_key, load_or_create
 from prime_protocol.errors import LocalError
 from prime_protocol.key_ring import KeyRing, Role, RoleKeys
 
-keys = typer.Typer(
-    help="Show, rotate and revoke the keys of a run, by a threshold of its root keys.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-)
+keys = command_group("Show, rotate and revoke the keys of a run, by a threshold of its root keys.")
 
 Target = Annotated[str, typer.Argument(help="Run directory, published folder, join link or URL.")]
 Request = Annotated[Path, typer.Argument(help="Request file that `rotate` or `revoke` has written.")]
 Reason = Annotated[str, typer.Option("--reason", help="Reason; it is signed and public.")]
-Out = Annotated[
-    Path | None,
-    typer.Option("--out", help="Request file [RUN/key-ring-N.json, else ./key-ring-N.json].", show_default=False),
-]
+Out = Annotated[Path | None, typer.Option("--out", help="Request file [RUN/key-ring-N.json, else ./key-ring-N.json].")]
 
 
 @keys.command()
@@ -69,15 +62,11 @@ def rotate(
     target: Target,
     role: Annotated[Role, typer.Option("--role", help="Role that gets new keys.")],
     key: Annotated[
-        list[str],
-        typer.Option("--key", help="Id of a new key; repeatable. Default: a new key in RUN/keys.", show_default=False),
+        list[str], typer.Option("--key", help="Id of a new key; repeatable. Default: a new key in RUN/keys.")
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
     keep: Annotated[bool, typer.Option("--keep", help="Keep the present keys and add the new one.")] = False,
     threshold: Annotated[
-        int | None,
-        typer.Option(
-            "--threshold", min=1, help="New number of keys that must sign; root and trainer only.", show_default=False
-        ),
+        int | None, typer.Option("--threshold", min=1, help="New number of keys that must sign; root and trainer only.")
     ] = None,
     reason: Reason = "rotation",
     out: Out = None,

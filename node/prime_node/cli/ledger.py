@@ -15,13 +15,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prime_node.cli.options import AsJson, ExpectedRun
+from prime_node.cli.options import AsJson, ExpectedRun, command_group
 from prime_node.cli.place import is_url, named_in
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
+from prime_node.cli.target import answering
 from prime_node.folder_lock import FolderInUse, FolderLock
 from prime_node.keyfile import load_key
-from prime_node.ports.transport import LedgerSource, Unreachable
+from prime_node.ports.transport import LedgerSource
 from prime_protocol.envelope import Envelope, open_envelope
 from prime_protocol.errors import LocalError, RemoteError
 
@@ -33,11 +34,8 @@ if TYPE_CHECKING:
 
 DOES_NOT_HOLD = 1
 
-ledger = typer.Typer(
-    help="Export and verify a run's ledger: every accepted and rejected rollout, by whom, worth what, and why.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
+ledger = command_group(
+    "Export and verify a run's ledger: every accepted and rejected rollout, by whom, worth what, and why."
 )
 
 
@@ -49,20 +47,6 @@ class _Opened:
     """Whether the user named the run, by the fragment of a link or by --run."""
     is_live: bool = False
     """Whether a running coordinator answers."""
-
-
-@dataclass(frozen=True, slots=True)
-class _SignedLedger:
-    """A ledger whose head was signed while its coordinator did not run. The coordinator only appends lines."""
-
-    source: LedgerSource
-    head: Envelope
-
-    async def ledger_head(self) -> Envelope:
-        return self.head
-
-    async def ledger(self, start: int) -> list[bytes]:
-        return await self.source.ledger(start)
 
 
 @ledger.command("export")
@@ -91,27 +75,20 @@ def ledger_verify(
         Path | None,
         typer.Option(
             "--receipts",
-            show_default=False,
             help="A worker's folder, or its receipts.jsonl: is each of its settled receipts in the ledger?",
         ),
     ] = None,
-    known: Annotated[
-        list[Path],
-        typer.Option("--known", show_default=False, help="A ledger that was exported earlier; repeatable."),
-    ] = [],  # noqa: B006 - typer reads it, nothing changes it
+    known: Annotated[list[Path], typer.Option("--known", help="A ledger that was exported earlier; repeatable.")] = [],  # noqa: B006 - typer reads it, nothing changes it
     evidence: Annotated[
         Path | None,
         typer.Option(
-            "--evidence",
-            show_default=False,
-            help="Folder for evidence: signed statements that contradict each other are written to it.",
+            "--evidence", help="Folder for evidence: signed statements that contradict each other are written to it."
         ),
     ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             "--prompts",
-            show_default=False,
             help="The run's model files, such as `model` in a worker's folder: render the prompts again, with the environments "
             "of this machine.",
         ),
@@ -167,7 +144,7 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
     from prime_node.cli.key_request import known_of
     from prime_node.cli.wire_store import store_setting
 
-    try:
+    with answering(target):
         if is_url(target):
             known = (await known_of(target)).run
             if run not in (None, known.digest):
@@ -187,19 +164,14 @@ async def open_ledger(target: str, run: str | None) -> AsyncIterator[_Opened]:
                     yield _Opened(source, own, pinned=run is not None, is_live=True)
                 return
             async with contextlib.AsyncExitStack() as stack:
-                try:
+                with lock:  # a coordinator may start while the lines are read
                     store = store_setting(run_dir.path)
                     opened = wire_coordinator.stored_ledger(own, run_dir.coordinator, key, store=store)
                     stored = await stack.enter_async_context(opened)
-                    signed = _SignedLedger(stored, await stored.ledger_head())
-                finally:
-                    lock.release()  # a coordinator may start while the lines are read
-                yield _Opened(signed, own, pinned=run is not None)
+                yield _Opened(stored, own, pinned=run is not None)
         else:
             with open_ledger_file(Path(target), pinned=run) as file:
                 yield _Opened(UnpinnedLedger(file) if run is None else file, file.run, pinned=run is not None)
-    except Unreachable as error:
-        raise LocalError(f"{target} does not answer: {error}") from None
 
 
 def _receipts(path: Path) -> list[Envelope]:

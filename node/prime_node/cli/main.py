@@ -60,19 +60,8 @@ package and of the function or Typer group that it defines, except those in CONT
 GROUPS = {
     "Contribute": ("join", "open", "pause", "resume", "finish", "limit", "seed", "identity", "doctor"),
     "Operate": (
-        *(
-            "up",
-            "new",
-            "coordinator",
-            "gateway",
-            "trainer",
-            "validator",
-            "operate",
-            "keys",
-            "calibrate",
-            "evaluate",
-            "trace",
-        ),
+        *("up", "new", "coordinator", "gateway", "trainer", "validator"),
+        *("operate", "keys", "calibrate", "evaluate", "trace"),
     ),
     "Verify": ("verify", "replay", "fetch", "ledger", "evidence"),
     "Everyone": ("status", "service", "config", "support-bundle", "completion", "man", "version", "upgrade"),

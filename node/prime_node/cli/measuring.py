@@ -41,11 +41,10 @@ ALTERNATIVES_SHARE, ALTERNATIVE_TOKENS = 20, 1_000
 """Each alternative is measured on a twentieth of the honest tokens, but on at least this many."""
 PIECES_FORMAT = 2
 """Part of a measurement's key. Increase it when a piece has other arrays, or they mean something else."""
-SECONDS = "seconds"
+SECONDS, CHOICES = "seconds", "choices."
+"""Names of arrays of a piece: the time that it took, and the prefix of what unseeded engines need."""
 VLLM_SHARE = 0.9
 """Share of a GPU's memory that the engines of a measurement divide among them."""
-CHOICES = "choices."
-"""Names of arrays of a piece: the time that it took, and the prefix of what unseeded engines need."""
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

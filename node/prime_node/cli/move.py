@@ -36,9 +36,7 @@ class StoreSummary:
 def move(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     to: Annotated[str, typer.Argument(help='"sqlite", or a URL like postgresql://user@host/database.')],
-    source: Annotated[
-        str, typer.Option("--from", help="Present store, if the run's folder does not name it.", show_default=False)
-    ] = "",
+    source: Annotated[str, typer.Option("--from", help="Present store, if the run's folder does not name it.")] = "",
 ) -> None:
     """Move a stopped run to another store. Both keep the same state, receipts, cursors and ledger; the old store is closed."""
     run_dir = RunDir(run)
@@ -47,12 +45,9 @@ def move(
     target = _setting(to)
     if present == target:
         raise LocalError(f"the run is in {present} already")
-    lock = FolderLock(run_dir.coordinator)
-    try:
+    with FolderLock(run_dir.coordinator):
         found = asyncio.run(move_store(present, target, pinned, run_dir.coordinator, run_dir.public, _summary))
         _write_setting(run_dir, target)
-    finally:
-        lock.release()
     say(
         f"moved event {found.event}, state {found.state[:16]}, and {found.num_lines} lines of the ledger up to "
         f"{found.ledger[:16] or 'none'}",

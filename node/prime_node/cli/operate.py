@@ -10,15 +10,13 @@ import typer
 from pydantic import ValidationError
 
 from prime_node.cli.operator import Operator
+from prime_node.cli.options import command_group
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
 from prime_protocol.requests import AdminRequest, JoiningAsked
 
-operate = typer.Typer(
-    help="Ban, unban and invite workers, pause, limit or drain a run, and add to its calibration, with the run directory's keys.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
+operate = command_group(
+    "Ban, unban and invite workers, pause, limit or drain a run, and add to its calibration, with the run directory's keys."
 )
 
 Run = Annotated[Path, typer.Argument(help="Run directory.")]
@@ -100,11 +98,9 @@ def drain(run: Run) -> None:
 @operate.command("limit")
 def limit_joining(
     run: Run,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Workers at one time.", show_default=False)
-    ] = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Workers at one time.")] = None,
     per_network: Annotated[
-        int | None, typer.Option("--per-network", min=1, help="Workers of one network at one time.", show_default=False)
+        int | None, typer.Option("--per-network", min=1, help="Workers of one network at one time.")
     ] = None,
     invites: Annotated[
         bool | None, typer.Option("--invites/--no-invites", help="Whether new keys need an invitation.")
@@ -144,9 +140,7 @@ def invite(
 def amend(
     run: Run,
     calibration: Annotated[Path, typer.Argument(help="Calibration file from `prime-node calibrate --run`.")],
-    key: Annotated[
-        list[Path], typer.Option("--key", help="File of a further root key; repeatable.", show_default=False)
-    ] = [],  # noqa: B006 - typer reads it, nothing changes it
+    key: Annotated[list[Path], typer.Option("--key", help="File of a further root key; repeatable.")] = [],  # noqa: B006 - typer reads it, nothing changes it
     note: Annotated[str, typer.Option("--note", help="Note; it is signed and public.")] = "",
 ) -> None:
     """Add engine classes to a running run's calibration.

@@ -10,8 +10,8 @@ from typing import Self
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.run_status import named_keys
+from prime_node.cli.target import answering
 from prime_node.keyfile import load_key
-from prime_node.ports.transport import Unreachable
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
@@ -45,12 +45,10 @@ class Operator:
         """Have the coordinator carry out an action. Raises RemoteError, and LocalError if the coordinator does not answer."""
         from prime_node.cli import wire
 
-        try:
+        with answering(f"the coordinator at {self.link.url}"):
             async with wire.client(self.link, self.key) as client:
                 client.also_at(self.run.spec.coordinators)
                 await client.admin(request)
-        except Unreachable as error:
-            raise LocalError(f"the coordinator at {self.link.url} does not answer: {error}") from None
 
     async def whole_key(self, ending: str) -> str:
         """Return the only key id with this ending. Raises LocalError if there is none or more than one."""

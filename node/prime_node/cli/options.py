@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 import typer
+from typer.core import TyperGroup
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.config import Settings, check_sections, parse_overrides, read_toml
@@ -26,31 +27,35 @@ READ_BY_ROLE: dict[str, tuple[Section, ...]] = {
 """Tables that the command of each role reads. `up` passes on only these."""
 
 ConfigFile = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", help="TOML file; it holds only what differs from the defaults.", show_default=False),
+    Path | None, typer.Option("--config", "-c", help="TOML file; it holds only what differs from the defaults.")
 ]
 Set = Annotated[
-    list[str],
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="SECTION.NAME=VALUE",
-        help="Override one setting; repeatable.",
-        show_default=False,
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
-ExpectedRun = Annotated[
-    str | None,
-    typer.Option("--run", help="Expected digest of the run; the join link contains it.", show_default=False),
+    list[str], typer.Option("--set", "-s", metavar="SECTION.NAME=VALUE", help="Override one setting; repeatable.")
 ]
 StopWithParent = Annotated[bool, typer.Option("--stop-with-parent", hidden=True, help="Stop when standard input ends.")]
 LogLevel = Annotated[
     Literal["DEBUG", "INFO", "WARNING", "ERROR"], typer.Option("--log-level", case_sensitive=False, help="Log level.")
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")]
+ExpectedRun = Annotated[
+    str | None, typer.Option("--run", help="Expected digest of the run; the join link contains it.")
+]
+TrustedCode = Annotated[
+    list[str],
+    typer.Option(
+        "--code",
+        metavar="MODULE:NAME",
+        help="Run this code of the recipe's creator, which you have read; repeatable. Other code is refused.",
+    ),
+]
 EngineName = Literal["auto", "transformers", "vllm"]
 
 S = TypeVar("S", bound=Settings)
+
+
+def command_group(text: str, *, cls: type[TyperGroup] | None = None) -> typer.Typer:
+    """Return a command that is a group of commands. `text` is its help."""
+    return typer.Typer(help=text, cls=cls, no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
 class Options:

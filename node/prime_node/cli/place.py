@@ -27,13 +27,10 @@ Link = Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex 
 Run = Annotated[str, typer.Argument(help="Run directory, or join link (then --key and --folder are needed).")]
 GatewayRun = Annotated[str, typer.Argument(help="Run directory, or join link (then --set gateway.key=FILE is needed).")]
 Key = Annotated[
-    Path | None,
-    typer.Option("--key", help="Private key of the role; the run directory's own if left out.", show_default=False),
+    Path | None, typer.Option("--key", help="Private key of the role; the run directory's own if left out.")
 ]
-OwnKey = Annotated[
-    Path | None, typer.Option(help="Key file, made on first use [FOLDER/identity.key].", show_default=False)
-]
-Folder = Annotated[Path | None, typer.Option("--folder", help="Where the role keeps its state.", show_default=False)]
+OwnKey = Annotated[Path | None, typer.Option(help="Key file, made on first use [FOLDER/identity.key].")]
+Folder = Annotated[Path | None, typer.Option("--folder", help="Where the role keeps its state.")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,13 +62,13 @@ def save_curves_png(curve: Curve, path: Path, *, title: str) -> None:
     figure.savefig(path)
 
 
-def terminal_plot(curve: Curve, *, width: int = 76, height: int = 15) -> str:
+def terminal_plot(curve: Curve) -> str:
     """Return the curve as text for a terminal."""
     import plotext
 
     plotext.clear_figure()
     plotext.theme("clear")
-    plotext.plotsize(width, height)
+    plotext.plotsize(76, 15)
     plotext.plot(curve.steps, curve.rewards, label="reward of the step")
     if curve.evaluation_steps:
         plotext.scatter(curve.evaluation_steps, curve.sampled, label="held-out, sampled", marker="o")

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from prime_node.cli.wire_training import Ranks
 
 NumProcesses = Annotated[
-    int | None,
-    typer.Option(
-        "--nproc", min=1, help="Processes on this machine, one for each GPU, started by torchrun.", show_default=False
-    ),
+    int | None, typer.Option("--nproc", min=1, help="Processes on this machine, one for each GPU, started by torchrun.")
 ]
 OutcomeFile = Annotated[Path | None, typer.Option("--outcome-file", hidden=True)]
 

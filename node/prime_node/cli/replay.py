@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from prime_node.cli.lifetime import INTERRUPTED
-from prime_node.cli.options import AsJson, ConfigFile, ExpectedRun, Options, Set, StopWithParent
+from prime_node.cli.options import AsJson, ConfigFile, ExpectedRun, Options, Set, StopWithParent, TrustedCode
 from prime_node.cli.ranks import OutcomeFile, launch_ranks, run_as_rank
 from prime_node.cli.replay_progress import show_progress
 from prime_node.cli.replay_target import ReplayOptions, replay_target
@@ -31,14 +31,11 @@ def replay(
         str, typer.Argument(help="Join link, URL, run directory, published folder, or evidence of `replay`.")
     ],
     step: Annotated[
-        list[int],
-        typer.Option(
-            "--step", min=0, show_default=False, help="Re-execute this step, which made policy N + 1; repeatable."
-        ),
+        list[int], typer.Option("--step", min=0, help="Re-execute this step, which made policy N + 1; repeatable.")
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
     sample: Annotated[
         int,
-        typer.Option("--sample", min=0, help="Re-execute this many steps, drawn at random here.", show_default=False),
+        typer.Option("--sample", min=0, show_default=False, help="Re-execute this many steps, drawn at random here."),
     ] = 0,
     genesis: Annotated[
         bool, typer.Option("--genesis", help="Make policy 0 again: the seed's weights and the supervised phase.")
@@ -59,35 +56,17 @@ def replay(
     ] = False,
     evidence: Annotated[
         Path | None,
-        typer.Option(
-            "--evidence",
-            show_default=False,
-            help="Keep in this new folder what a third party needs to repeat it offline.",
-        ),
+        typer.Option("--evidence", help="Keep in this new folder what a third party needs to repeat it offline."),
     ] = None,
-    code: Annotated[
-        list[str],
-        typer.Option(
-            "--code",
-            metavar="MODULE:NAME",
-            show_default=False,
-            help="Run this code of the recipe's creator, which you have read; repeatable. Other code is refused.",
-        ),
-    ] = [],  # noqa: B006 - typer reads it, nothing changes it
+    code: TrustedCode = [],  # noqa: B006 - typer reads it, nothing changes it
     key: Annotated[
-        Path | None,
-        typer.Option(
-            "--key", help="Auditor's private key, for a run that gives bundles to auditors only.", show_default=False
-        ),
+        Path | None, typer.Option("--key", help="Auditor's private key, for a run that gives bundles to auditors only.")
     ] = None,
     run: ExpectedRun = None,
     nproc: Annotated[
         int | None,
         typer.Option(
-            "--nproc",
-            min=1,
-            show_default=False,
-            help="Compute in this many processes, on CPUs, as a trainer of so many ranks did.",
+            "--nproc", min=1, help="Compute in this many processes, on CPUs, as a trainer of so many ranks did."
         ),
     ] = None,
     config: ConfigFile = None,

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from prime_node.cli import wire, wire_replay
 from prime_node.cli.place import is_url
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.target import expected_run, open_source
+from prime_node.cli.target import answering, expected_run, open_source
 from prime_node.keyfile import load_key
-from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 
 if TYPE_CHECKING:
@@ -97,13 +96,11 @@ async def replay_target(
     async with open_source(target, key=key, run=known) as opened:
         recorded = None if options.evidence is None else RecordedSource(opened, options.evidence)
         source: ReplaySource = recorded or opened
-        try:
+        with answering(target):
             envelope = await source.run_spec()
             run = open_run_spec(envelope, pinned=known or envelope.digest)
             wire_replay.take_bounds(opened, run)
             await fetch_key_rings(source, run.keys)
-        except Unreachable as error:
-            raise LocalError(f"{target} does not answer: {error}") from None
         report = ReplayReport(run.digest, pinned=options.run is not None or (is_url(target) and known is not None))
         report.options = {name: getattr(options, name) for name in REPEATED}
         if not report.pinned:
@@ -221,11 +218,12 @@ class _TargetReplay:
         folder: Path,
     ) -> None:
         from prime_node.replay.checks import BatchChecks, check_batches
+        from prime_node.training_data.feed import Feed
 
         material, options = self.material, self.options
         receipts = await self._receipts() if steps else None
         checks = BatchChecks(material, worlds if options.rewards else None, wire.tokenizer(model), receipts)
-        feed = wire_replay.replay_feed(material)
+        feed = Feed(material, material.run, clock=wire.clock(), kept=True)
         try:
             if retrained is None:
                 await check_batches(checks, feed, steps, self.report, self.on_step)

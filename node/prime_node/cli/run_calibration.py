@@ -23,6 +23,11 @@ if TYPE_CHECKING:
     from prime_node.coordinator.new_run import RunConfig
     from prime_protocol.calibration import Calibration
 
+ADVICE = (
+    "run.calibration=auto measures one here, `prime-node calibrate FILE --config CONFIG` on another machine; "
+    "--set run.calibration=none makes a run for workers that you trust"
+)
+
 
 def calibration_for(
     options: Options, settings: RunConfig, config_json: bytes, *, config_file: Path | None
@@ -43,7 +48,7 @@ def calibration_for(
     file = calibration_file("shipped" if choice == "auto" else choice)
     found = read_calibration(file)
     if choice != "auto":
-        _require_covers(choice, found, settings, config_json)
+        require_covers(f"calibration {choice}", found, config_json, settings.temperature, advice=ADVICE)
     worker, validator = options.load(WorkerConfig), options.load(ValidatorConfig)
     pair = class_of_kind(worker_kind(worker)), class_of_kind(validator.kind)
     if covers(found, config_json) and settings.temperature >= found.temperature_min:
@@ -61,20 +66,15 @@ def calibration_for(
     return _measured(options, config_file, extend=() if choice == "auto" else ("--extend", str(file)))
 
 
-def _require_covers(choice: str, found: Calibration, settings: RunConfig, config_json: bytes) -> None:
-    """Raise LocalError if a calibration that the config names was measured on something that errs less than the run."""
+def require_covers(name: str, found: Calibration, config_json: bytes, temperature: float, *, advice: str) -> None:
+    """Raise LocalError if a calibration was measured on something that errs less than the run. `name` is for its message."""
     from prime_node.coordinator.new_run import covers
 
-    advice = (
-        "run.calibration=auto measures one here, `prime-node calibrate FILE --config CONFIG` on another machine; "
-        "--set run.calibration=none makes a run for workers that you trust"
-    )
     if not covers(found, config_json):
-        raise LocalError(f"calibration {choice} was measured on a smaller model than the run's; {advice}")
-    if settings.temperature < found.temperature_min:
+        raise LocalError(f"{name} was measured on a smaller model than the run's; {advice}")
+    if temperature < found.temperature_min:
         raise LocalError(
-            f"calibration {choice} was measured at temperature {found.temperature_min:g}, above the run's "
-            f"{settings.temperature:g}; {advice}"
+            f"{name} was measured at temperature {found.temperature_min:g}, above the run's {temperature:g}; {advice}"
         )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_node.inside import read_regular
+from prime_node.ports.documents import RUN_NAME
 from prime_protocol import limits
 from prime_protocol.envelope import open_envelope
 from prime_protocol.errors import LocalError, RemoteError
@@ -58,7 +59,7 @@ class RunDir:
     @property
     def run_spec(self) -> Path:
         """File of the signed RunSpec."""
-        return self.path / "run.json"
+        return self.path / RUN_NAME
 
     @property
     def join_link_file(self) -> Path:

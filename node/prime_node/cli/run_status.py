@@ -201,14 +201,6 @@ class RunStatus(UntrustedRow):
     workers: tuple[WorkerLine, ...] = ()
 
 
-async def get_status(url: str) -> dict[str, Any] | None:
-    """Return the status that the coordinator at `url` gives of its run; None without a valid answer."""
-    try:
-        return await _read(url, "/v1/status")
-    except LocalError:
-        return None
-
-
 class _PaceNow(UntrustedRow):
     accepted: _Whole
     tokens: _Whole
@@ -344,10 +336,8 @@ def _stored(run_dir: RunDir, run: PinnedRun) -> dict[str, Any] | None:
         lock = FolderLock(run_dir.coordinator)
     except FolderInUse:
         return None
-    try:
+    with lock:
         return asyncio.run(wire_coordinator.stored_status(run, run_dir.coordinator, store=store))
-    finally:
-        lock.release()
 
 
 def _url_of(target: str) -> str:

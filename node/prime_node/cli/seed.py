@@ -29,10 +29,7 @@ STATUS_S = 10.0
 
 def seed(
     link: Link,
-    folder: Annotated[
-        Path | None,
-        typer.Option(help="Folder of policies [~/.prime-node/seeds/RUN].", show_default=False),
-    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of policies [~/.prime-node/seeds/RUN].")] = None,
     identity: OwnKey = None,
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
@@ -51,15 +48,14 @@ def seed(
     parsed = parse_link(link)
     settings = Options(config, assignments, reads=READ_BY_ROLE["seed"]).load(WorkerConfig)
     place = (folder or HOME / "seeds" / parsed.run[:16]).resolve()
-    lock = FolderLock(place)
-    key = load_or_create(identity or place / "identity.key")
-    confine_role(settings.sandbox, place, Needs())
-    code = run_role(
-        lambda stop: serve_policies(parsed, settings, place, key, stop),
-        stop_with_parent=stop_with_parent,
-        grace_s=GRACE_S,
-    )
-    lock.release()
+    with FolderLock(place):
+        key = load_or_create(identity or place / "identity.key")
+        confine_role(settings.sandbox, place, Needs())
+        code = run_role(
+            lambda stop: serve_policies(parsed, settings, place, key, stop),
+            stop_with_parent=stop_with_parent,
+            grace_s=GRACE_S,
+        )
     raise typer.Exit(code)
 
 

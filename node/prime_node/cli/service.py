@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from prime_node.cli.options import READ_BY_ROLE, Options
+from prime_node.cli.options import READ_BY_ROLE, Options, command_group
 from prime_node.cli.place import is_url, parse_link
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
@@ -28,11 +28,8 @@ if TYPE_CHECKING:
     from prime_node.cli.service_manager import Command, Manager
     from prime_node.config import Settings
 
-service = typer.Typer(
-    help="Run a role as a service that starts with the machine (systemd) or with your session (systemd, launchd).",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
+service = command_group(
+    "Run a role as a service that starts with the machine (systemd) or with your session (systemd, launchd)."
 )
 Role = Literal["worker", "coordinator", "gateway", "trainer", "validator", "seed"]
 COMMANDS: dict[str, str] = {"worker": "join"}
@@ -55,13 +52,8 @@ def install(
     of_user: Annotated[
         bool, typer.Option("--user", help="A service of your session, without root and with fewer restrictions.")
     ] = False,
-    run_as: Annotated[
-        str | None,
-        typer.Option("--as", help="User of the service [the one who called sudo].", show_default=False),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name, if a role runs twice on this machine.", show_default=False)
-    ] = None,
+    run_as: Annotated[str | None, typer.Option("--as", help="User of the service [the one who called sudo].")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name, if a role runs twice on this machine.")] = None,
     shown: Annotated[bool, typer.Option("--print", help="Print the file and install nothing.")] = False,
 ) -> None:
     """Write the service's file and let it start with the machine. `service start` starts it now.

@@ -32,13 +32,15 @@ async def summarise(
 
     `replay_steps`: steps to re-execute, in a run that promises it.
     """
+    from prime_node.broadcast.audit.audit import audit
+
     rows = read_json_lines(run_dir.trainer_metrics)
     bans = [
         {"worker": worker["name"], **worker["banned"]}
         for worker in status.get("workers", ())
         if worker.get("banned") is not None
     ]
-    report = await wire.audit_folder(run_dir.public, run, chain=True)
+    report = await audit(wire.folder_source(run_dir.public), run.digest, chain=True)
     replay = await _replay(run_dir, run, replay_steps) if run.spec.replay is not None and replay_steps else None
     summary = {
         "run": run.digest,

@@ -73,9 +73,7 @@ BRACKETS = {"[": "]", "{": "}"}
 
 def support_bundle(
     run: Annotated[Path, typer.Argument(help="Run directory, or a worker's folder.")],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="File to write [RUN-support.tar.gz].", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="File to write [RUN-support.tar.gz].")] = None,
 ) -> None:
     """Collect logs, settings, metrics and versions into one file to attach to a report.
 

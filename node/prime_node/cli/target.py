@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_node.cli.place import is_url, named_in
 from prime_node.cli.run_dir import RunDir
+from prime_node.ports.documents import RUN_NAME
+from prime_node.ports.transport import Unreachable
 from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
@@ -44,11 +46,20 @@ async def open_source(
     yield wire.folder_source(published_folder(target), archived=RunDir(Path(target)).archived)
 
 
+@contextlib.contextmanager
+def answering(source: str) -> Iterator[None]:
+    """Raise LocalError if a source does not answer. `source` is its name for messages."""
+    try:
+        yield
+    except Unreachable as error:
+        raise LocalError(f"{source} does not answer: {error}") from None
+
+
 def published_folder(target: str) -> Path:
     """Return the published folder of a target. Raises LocalError if nothing is published there."""
     public = RunDir(Path(target)).public
     folder = public if public.is_dir() else Path(target)
-    if not (folder / "run.json").is_file():
+    if not (folder / RUN_NAME).is_file():
         raise LocalError(
             f"{target} holds no published checkpoint: no run.json in it. Give a run directory, its public folder or a URL"
         )

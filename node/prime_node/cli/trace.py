@@ -18,13 +18,9 @@ from prime_protocol.errors import LocalError
 
 def trace(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
-    output: Annotated[
-        Path | None, typer.Option(help="Trace file to write [RUN/trace.json].", show_default=False)
-    ] = None,
-    png: Annotated[Path | None, typer.Option(help="Also draw it into this image file.", show_default=False)] = None,
-    steps: Annotated[
-        str | None, typer.Option(help="Only what happened during these steps, for example 40:46.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Trace file to write [RUN/trace.json].")] = None,
+    png: Annotated[Path | None, typer.Option(help="Also draw it into this image file.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Only what happened during these steps, for example 40:46.")] = None,
 ) -> None:
     """Show when trainer, broadcast and workers did what: a trace for ui.perfetto.dev or chrome://tracing."""
     run_dir = RunDir(run)

@@ -34,19 +34,16 @@ def up(
     ] = Path("runs/demo"),
     config: ConfigFile = None,
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
-    engine: Annotated[
-        EngineName | None, typer.Option(help="Inference engine of the workers [worker.engine].", show_default=False)
-    ] = None,
+    engine: Annotated[EngineName | None, typer.Option(help="Inference engine of the workers [worker.engine].")] = None,
 ) -> None:
     """Start everything on this machine and train, or resume a run that was stopped."""
     require_extras("up")
     run_dir = RunDir(directory)
     options = _options(run_dir, config, assignments)
     settings = _settings(run_dir, options)
-    lock = FolderLock(run_dir.path)  # makes the folder, so errors in the command line must be reported before this line
-    setup_logging("up", file=run_dir.log("up"), bytes_max=settings.log_bytes_max)
-    code = asyncio.run(_up(run_dir, options, settings, config_file=config or _shipped_demo(), engine=engine))
-    lock.release()
+    with FolderLock(run_dir.path):  # makes the folder, so errors in the command line must be reported before this line
+        setup_logging("up", file=run_dir.log("up"), bytes_max=settings.log_bytes_max)
+        code = asyncio.run(_up(run_dir, options, settings, config_file=config or _shipped_demo(), engine=engine))
     raise typer.Exit(code)
 
 

@@ -23,7 +23,7 @@ from prime_node.cli.gpu_plan import GpuPlan, RoleShare
 from prime_node.cli.lifetime import FINAL_CODES
 from prime_node.cli.options import READ_BY_ROLE, section_of
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.run_status import get_status
+from prime_node.cli.run_status import status_at
 from prime_node.cli.say import say
 from prime_node.cli.screen import RunProgress, one_line, render
 from prime_node.cli.supervisor import Child, ChildState, Supervisor, last_lines
@@ -224,7 +224,10 @@ class UpSession:
 
     async def _get_status(self) -> dict[str, Any] | None:
         """Return the status of this machine's coordinator; None if it does not answer."""
-        return await get_status(self._link.url)
+        try:
+            return await status_at(self._link.url)
+        except LocalError:
+            return None
 
 
 async def compile_for_children() -> None:

@@ -27,12 +27,10 @@ _VERSION = re.compile(r"\d{1,6}\.\d{1,6}\.\d{1,6}")
 
 def upgrade(
     source: Annotated[
-        str | None,
-        typer.Option("--from", help="Folder or URL of the release [that of the last one].", show_default=False),
+        str | None, typer.Option("--from", help="Folder or URL of the release [that of the last one].")
     ] = None,
     link: Annotated[
-        str,
-        typer.Option(help="Join link: keep this version if the new one cannot work for that run.", show_default=False),
+        str, typer.Option(help="Join link: keep this version if the new one cannot work for that run.")
     ] = "",
     check: Annotated[bool, typer.Option("--check", help="Show what is new, and install nothing.")] = False,
 ) -> None:

@@ -34,54 +34,41 @@ def verify(
     ] = False,
     policy: Annotated[
         int | None,
-        typer.Option(
-            "--policy",
-            min=0,
-            show_default=False,
-            help="Verify this policy instead of the newest, and the chain between them.",
-        ),
+        typer.Option("--policy", min=0, help="Verify this policy instead of the newest, and the chain between them."),
     ] = None,
     against: Annotated[
         Path | None,
         typer.Option(
             "--against",
-            show_default=False,
             help="A safetensors file, or a folder of them: check that these are the policy's weights, bit for bit.",
         ),
     ] = None,
     tensor: Annotated[
-        str | None,
-        typer.Option("--tensor", show_default=False, help="Prove one tensor; fetch and decode only what it needs."),
+        str | None, typer.Option("--tensor", help="Prove one tensor; fetch and decode only what it needs.")
     ] = None,
     export: Annotated[
         Path | None,
         typer.Option(
-            "--export",
-            show_default=False,
-            help="Write the policy to this new folder as a Hugging Face model with PROVENANCE.json.",
+            "--export", help="Write the policy to this new folder as a Hugging Face model with PROVENANCE.json."
         ),
     ] = None,
     base: Annotated[
         Path | None,
         typer.Option(
             "--base",
-            show_default=False,
             help="Folder of the base model, for a run whose policies are adapters. The export is then the merged model.",
         ),
     ] = None,
     sign: Annotated[
         Path | None,
         typer.Option(
-            "--sign",
-            show_default=False,
-            help="Sign the export's provenance with this key file: an in-toto statement in DSSE, Ed25519.",
+            "--sign", help="Sign the export's provenance with this key file: an in-toto statement in DSSE, Ed25519."
         ),
     ] = None,
     evidence: Annotated[
         Path | None,
         typer.Option(
             "--evidence",
-            show_default=False,
             help="Where signed statements contradict each other, two manifests of one policy say, keep them in this folder.",
         ),
     ] = None,

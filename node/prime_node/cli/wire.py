@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from prime_node.adapters.environments.launcher import Launcher
     from prime_node.adapters.storage.folder_source import FolderSource
     from prime_node.adapters.system_clock import SystemClock
-    from prime_node.adapters.web.http_client import HttpClient
-    from prime_node.broadcast.audit.audit_report import AuditReport
+    from prime_node.adapters.web.http_client import HttpClient as HttpClient  # cli names it too
     from prime_node.broadcast.follow.trust import LinkedPeers, Trust
     from prime_node.config import SandboxSettings
     from prime_node.envs.settings import EnvironmentSettings
@@ -95,13 +94,6 @@ def folder_source(folder: Path, *, archived: Path | None = None) -> FolderSource
     from prime_node.adapters.storage.folder_source import FolderSource
 
     return FolderSource(folder, archived=archived)
-
-
-async def audit_folder(folder: Path, run: PinnedRun, *, chain: bool) -> AuditReport:
-    """Audit a published folder; with `chain`, every policy."""
-    from prime_node.broadcast.audit.audit import audit
-
-    return await audit(folder_source(folder), run.digest, chain=chain)
 
 
 # Parts of a run
@@ -313,15 +305,8 @@ def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
         chosen = settings.model_dump(
             include={
-                *(
-                    "cpu_cache_gib",
-                    "dtype",
-                    "gpu_memory_share",
-                    "model_runner",
-                    "seeded",
-                    "sequences_max",
-                    "tensor_parallel",
-                )
+                *("cpu_cache_gib", "gpu_memory_share", "sequences_max", "tensor_parallel"),
+                *("dtype", "model_runner", "seeded"),
             }
         )
         made = vllm(model, context_tokens_max=bounds, checks=run.spec.checks, **chosen)

@@ -107,7 +107,7 @@ async def stored_ledger(run: PinnedRun, folder: Path, key: SigningKey, *, store:
 
     try:
         shown = await stored_head(run, FolderDocuments(folder / "evidence"), key)
-        yield StoredLedger(opened, run.digest, key, shown, newest)
+        yield await StoredLedger.signed(opened, run.digest, key, shown, newest)
     finally:
         await opened.close()
 

@@ -52,13 +52,6 @@ def as_ledger(source: ReplaySource) -> LedgerSource:
     return source
 
 
-def replay_feed(material: Material) -> Feed:
-    """Return a feed of published batches."""
-    from prime_node.training_data.feed import Feed
-
-    return Feed(material, material.run, clock=wire.clock(), kept=True)
-
-
 def replay_runner(
     material: Material,
     config: TrainerConfig,

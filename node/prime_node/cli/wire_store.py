@@ -65,17 +65,11 @@ async def open_storage(settings: CoordinatorConfig, run: PinnedRun, folder: Path
         return Storage(await _open_embedded(run, folder), published, private)
     with needing_extra("postgres", "stores in PostgreSQL"):
         from prime_node.adapters.storage.postgres_store import follow_postgres
-    from prime_node.adapters.storage.schema_versions import require_open
     from prime_node.adapters.storage.shared_documents import PostgresLeadership, SharedDocuments
-    from prime_node.adapters.storage.sql_store import SqlStore, info_of
+    from prime_node.adapters.storage.sql_store import SqlStore
 
     database = await follow_postgres(settings.store, run=run.digest, term_s=settings.term_seconds)
-    try:
-        require_open(await info_of(database), place=database.place)
-        store = await SqlStore.over(database)
-    except BaseException:
-        await database.close()
-        raise
+    store = await SqlStore.open(database)
     rooms = {PUBLIC: published, EVIDENCE: private}
     return Storage(
         store,

@@ -67,7 +67,7 @@ from prime_node.coordinator.waiting import Notifications
 from prime_node.observe import Gauges, Recorder, Recorders
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
-from prime_node.ports.documents import Documents
+from prime_node.ports.documents import RUN_NAME, Documents
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_node.ports.leadership import Leadership
 from prime_node.ports.metrics import Metrics
@@ -286,7 +286,7 @@ async def open_coordinator(parts: Parts, followed: tuple[int, State] | None = No
         shown_ms=0 if shown is None else shown.at_ms,
     )
     coordinator = Coordinator(parts, journal, assigner)
-    await parts.published.write("run.json", run.envelope.to_bytes())
+    await parts.published.write(RUN_NAME, run.envelope.to_bytes())
     coordinator.handlers.calibrations.record_amendments()
     await coordinator.manifests.restore_head()
     await coordinator.archive.restore()

@@ -16,7 +16,7 @@ A run without a chain uses that secret for problems and seeds too, with the mani
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from secrets import token_hex
 
@@ -121,15 +121,14 @@ class Assigner:
 
         So no receipt of the lease needs its prompts again: by then an environment may fail.
         """
-        asked = tuple(self.asked_draw(slot, draw) for slot, draw in zip(slots, draws or (0,) * len(slots), strict=True))
+        asked = tuple(self.asked_draw(slot, draw) for slot, draw in _with_draws(slots, draws))
         return asked if any(asked) else ()
 
     def prompts_digest(self, slots: Sequence[int], draws: Sequence[int]) -> str:
         """Return the digest of the prompts of a new lease, which its receipts state; empty if the run commits to none."""
         if not self._run.spec.commits_to_prompts:
             return ""
-        places = zip(slots, draws or (0,) * len(slots), strict=True)
-        return digest_of_prompts(self.problem(slot, draw)[1] for slot, draw in places)
+        return digest_of_prompts(self.problem(slot, draw)[1] for slot, draw in _with_draws(slots, draws))
 
     def example(self, slot: int, draw: int) -> str:
         """Return an id of the prompt: the same for indices that give the same prompt."""
@@ -189,14 +188,14 @@ class Assigner:
         if not self.secrets:
             return None
         groups = []
-        for slot, draw in zip(record.slots, _draws_of(record), strict=True):
+        for slot, draw in _with_draws(record.slots, record.draws):
             problem = self._problem(slot, draw)
             seeds = self.seeds(problem, slot, record)
             groups.append(GroupAssignment.model_construct(slot=slot, problem=problem, prompt_token_ids=(), seeds=seeds))
         return assigned_in(groups, record.draws, prompts=record.prompts or None)
 
     def _drawn_for(self, record: LeaseRecord) -> list[tuple[Problem, tuple[int, ...], int]]:
-        return [self._drawn(slot, draw) for slot, draw in zip(record.slots, _draws_of(record), strict=True)]
+        return [self._drawn(slot, draw) for slot, draw in _with_draws(record.slots, record.draws)]
 
     def seeds(self, problem: Problem, slot: int, record: LeaseRecord) -> tuple[int, ...]:
         """Return one seed for each completion of a group."""
@@ -217,15 +216,15 @@ class Assigner:
 
     def audit_draw(self, bundle: str) -> float:
         """Return an unpredictable number in [0, 1) for an uploaded bundle: it is audited if this is below its share."""
-        return int.from_bytes(self._hash("audit", bundle, num_bytes=8), "big") / 2**64
+        return self._chance("audit", bundle)
 
     def look_draw(self, bundle: str) -> float:
         """Return the same kind of number for a second look by another validator."""
-        return int.from_bytes(self._hash("look", bundle, num_bytes=8), "big") / 2**64
+        return self._chance("look", bundle)
 
     def draw_chance(self, slot: int, draw: int) -> float:
         """Return an unpredictable number in [0, 1) for a slot's draw, for choices by weight. It is the same after a restart."""
-        return int.from_bytes(self._hash("draw", slot, draw, num_bytes=8), "big") / 2**64
+        return self._chance("draw", slot, draw)
 
     def network_name(self, network: str) -> str:
         """Return a name for a network that does not reveal the network."""
@@ -250,10 +249,13 @@ class Assigner:
             return self.rule.evaluation_problem(slot)
         return self.rule.problem(self._secret_of(slot), slot, draw)
 
+    def _chance(self, purpose: str, *fields: str | int) -> float:
+        return int.from_bytes(self._hash(purpose, *fields, num_bytes=8), "big") / 2**64
+
     def _hash(self, purpose: str, *fields: str | int, num_bytes: int = 32) -> bytes:
         return self.rule.hashed(self._secret, purpose, *fields, num_bytes=num_bytes)
 
 
-def _draws_of(record: LeaseRecord) -> tuple[int, ...]:
-    # A record without draws had its slots' first ones. The slots may have drawn again since.
-    return record.draws or (0,) * len(record.slots)
+def _with_draws(slots: Sequence[int], draws: Sequence[int]) -> Iterator[tuple[int, int]]:
+    # A lease without draws has its slots' first ones. The slots may have drawn again since.
+    return zip(slots, draws or (0,) * len(slots), strict=True)

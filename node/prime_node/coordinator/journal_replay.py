@@ -22,7 +22,6 @@ from prime_node import __version__
 from prime_node.coordinator.api.receipts import receipt_of
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.journal_segments import DamagedSegment, LedgerPoint, OpenSegment, decode_segment
-from prime_node.coordinator.replay_archive import batch_name
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import snapshot
 from prime_node.coordinator.state.batches import CHOICE_RULES, choose_batch, next_step, stale_slots
@@ -31,7 +30,7 @@ from prime_node.coordinator.state.records import State
 from prime_node.coordinator.state.rules import rules_of
 from prime_node.coordinator.state.tick import tick
 from prime_node.coordinator.state_copy import json_pieces
-from prime_node.ports.documents import Documents
+from prime_node.ports.documents import Documents, batch_name
 from prime_node.ports.store import DamagedRow, LoggedEvent, Store
 from prime_protocol import limits
 from prime_protocol.digest import digest_of, digest_of_all

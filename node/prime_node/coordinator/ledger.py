@@ -34,27 +34,39 @@ async def _last(store: Store) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StoredLedger:
-    """A ports.transport.LedgerSource for a run whose coordinator is not active.
+    """A ports.transport.LedgerSource for a run whose coordinator was not active when the head was signed.
 
-    Its heads bear no present date: the folder may be an older copy, and the coordinator may have settled receipts since.
-    A head dated as its last line contradicts none of these, nor any head that the coordinator showed before or shows later.
+    The coordinator only appends lines, so the head holds while it is active again.
     """
 
     store: Store
-    run: str
-    key: SigningKey
-    shown: LedgerHead | None
-    """Last head that the coordinator stored, and may have shown."""
-    secret: Callable[[], Awaitable[OpenSecret | None]]
-    """Newest open secret of the seed chain. Called after the chain was read, so that no line is newer than it."""
+    head: Envelope
+
+    @classmethod
+    async def signed(
+        cls,
+        store: Store,
+        run: str,
+        key: SigningKey,
+        shown: LedgerHead | None,
+        secret: Callable[[], Awaitable[OpenSecret | None]],
+    ) -> StoredLedger:
+        """Sign a head for the stored lines.
+
+        It bears no present date: the folder may be an older copy, and the coordinator may have settled receipts since. A head
+        dated as its last line contradicts none of these, nor any head that the coordinator showed before or shows later.
+
+        `shown` is the last head that the coordinator stored, and may have shown. `secret` returns the newest open secret of the
+        seed chain. It is called after the chain was read, so that no line is newer than it.
+        """
+        chain, at_ms = await load_chain(store, run), await settled_last_ms(store)
+        if shown is not None and shown.num_entries <= chain.num_entries:  # else the copy is older than it
+            at_ms = max(at_ms, shown.at_ms)
+        return cls(store, seal(chain.head(at_ms, await secret()), PayloadType.LEDGER_HEAD, key))
 
     async def ledger_head(self) -> Envelope:
         """Return the signed head of the stored ledger."""
-        chain = await load_chain(self.store, self.run)
-        at_ms = await settled_last_ms(self.store)
-        if self.shown is not None and self.shown.num_entries <= chain.num_entries:  # else the copy is older than it
-            at_ms = max(at_ms, self.shown.at_ms)
-        return seal(chain.head(at_ms, await self.secret()), PayloadType.LEDGER_HEAD, self.key)
+        return self.head
 
     async def ledger(self, start: int) -> list[bytes]:
         """Return the ledger's lines from line `start` on."""

@@ -9,7 +9,6 @@ a random sample, members before guests. Guests are keys that do not take part, a
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
 import random
@@ -21,7 +20,7 @@ from prime_node.coordinator.api.limiter import Buckets
 from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.swarm import DialBack
 from prime_protocol import limits
-from prime_protocol.addresses import GLOBAL, Endpoint, endpoint_of, may_be_named, parse_ip, place_of
+from prime_protocol.addresses import GLOBAL, Endpoint, endpoint_of, may_be_named, network_of, parse_ip, place_of
 from prime_protocol.errors import RemoteError
 from prime_protocol.identity import KeyId
 from prime_protocol.peers import PeerRecord
@@ -34,8 +33,6 @@ TRIED_AGAIN_S = 60.0
 """Pause before the next dial-back to an address that did not answer."""
 VERIFIED_S_MAX = 600.0
 """Pause before the next dial-back to an address that answered."""
-PREFIX_BITS = {4: 24, 6: 48}
-"""Prefix length of one network, for the limits per network."""
 
 
 @dataclass(slots=True)
@@ -254,7 +251,4 @@ def _named(addresses: Collection[str], asker: str) -> tuple[str, ...]:
 
 def _network_of(address: str) -> str:
     """Return the network of a public address; empty for others, because peers there can dial their neighbours themselves."""
-    found = parse_ip(address)
-    if found is None or place_of(address) != GLOBAL:
-        return ""
-    return str(ipaddress.ip_network((found, PREFIX_BITS[found.version]), strict=False))
+    return network_of(address) if place_of(address) == GLOBAL else ""

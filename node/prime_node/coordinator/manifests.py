@@ -21,7 +21,7 @@ from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batches import oldest_policy_needed
 from prime_node.coordinator.state.records import State
 from prime_node.ports.blobs import Blobs
-from prime_node.ports.documents import Documents
+from prime_node.ports.documents import HEAD_NAME, Documents, manifest_name
 from prime_protocol.envelope import Envelope, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.manifest import Manifest, SignedManifest, open_manifest
@@ -29,8 +29,6 @@ from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
 
-HEAD_NAME = "head.json"
-"""Document that names the newest policy to mirrors."""
 Name = tuple[int, int | None]
 """Name of an encoding: its policy and its base, None for an anchor."""
 
@@ -104,11 +102,6 @@ class PublishedManifests:
                 ErrorCode.DIGEST_MISMATCH, f"its digest is {envelope.digest[:12]}, not {known.digest[:12]}"
             )
         return envelope
-
-
-def manifest_name(policy_version: int) -> str:
-    """Return the name of a manifest's file."""
-    return f"manifests/{policy_version:08d}.json"
 
 
 def kept_encodings(state: State, checkpoints_kept: int) -> set[Name]:

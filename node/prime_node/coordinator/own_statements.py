@@ -7,16 +7,9 @@ undamaged store is never behind one of them.
 
 from __future__ import annotations
 
-from prime_node.coordinator.api.statements import (
-    TIMESTAMP_NAME,
-    key_ring_name,
-    stored_head,
-    stored_statement,
-    stored_timestamp,
-)
-from prime_node.coordinator.manifests import HEAD_NAME
+from prime_node.coordinator.api.statements import stored_head, stored_statement, stored_timestamp
 from prime_node.coordinator.state.records import State
-from prime_node.ports.documents import Documents
+from prime_node.ports.documents import HEAD_NAME, TIMESTAMP_NAME, Documents, key_ring_name
 from prime_node.ports.store import Store
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError

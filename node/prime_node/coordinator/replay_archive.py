@@ -23,11 +23,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from prime_node.coordinator.api.statements import BatchSeals
 from prime_node.coordinator.decisions import Decisions
-from prime_node.coordinator.manifests import PublishedManifests, manifest_name
+from prime_node.coordinator.manifests import PublishedManifests
 from prime_node.patience import at_once
 from prime_node.ports.blobs import Blobs, DamagedBlob
 from prime_node.ports.clock import Clock
-from prime_node.ports.documents import Documents
+from prime_node.ports.documents import Documents, batch_name, manifest_name
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, open_envelope, parse_json
@@ -57,11 +57,6 @@ class _FirstKept(BaseModel):
 
     bundles: int = Field(ge=1)
     states: int = Field(ge=0)
-
-
-def batch_name(step: int, part: int) -> str:
-    """Return the name of a published batch's file."""
-    return f"batches/{step:08d}-{part:04d}.json"
 
 
 @dataclass(slots=True)

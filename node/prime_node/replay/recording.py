@@ -13,6 +13,16 @@ from typing import Any
 
 from prime_node.files import write_durably
 from prime_node.inside import place
+from prime_node.ports.documents import (
+    HEAD_NAME,
+    RUN_NAME,
+    TIMESTAMP_NAME,
+    amendment_name,
+    batch_name,
+    blob_name,
+    key_ring_name,
+    manifest_name,
+)
 from prime_node.ports.transport import ReplaySource
 from prime_protocol.envelope import Envelope
 from prime_protocol.requests import BundleRequest
@@ -31,44 +41,44 @@ class RecordedSource:
 
     async def run_spec(self) -> Envelope:
         """Return and keep the RunSpec."""
-        return self._kept("run.json", await self.source.run_spec())
+        return self._kept(RUN_NAME, await self.source.run_spec())
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
         """Return and keep the newest manifest."""
         envelope = await self.source.head(wait_s=wait_s)
-        return None if envelope is None else self._kept("head.json", envelope)
+        return None if envelope is None else self._kept(HEAD_NAME, envelope)
 
     async def manifest(self, policy_version: int) -> Envelope:
         """Return and keep a manifest."""
-        return self._kept(f"manifests/{policy_version:08d}.json", await self.source.manifest(policy_version))
+        return self._kept(manifest_name(policy_version), await self.source.manifest(policy_version))
 
     async def public_batch(self, step: int, part: int) -> Envelope:
         """Return and keep a batch."""
-        return self._kept(f"batches/{step:08d}-{part:04d}.json", await self.source.public_batch(step, part))
+        return self._kept(batch_name(step, part), await self.source.public_batch(step, part))
 
     async def key_ring(self, version: int) -> Envelope:
         """Return and keep a key ring."""
-        return self._kept(f"keys/{version:04d}.json", await self.source.key_ring(version))
+        return self._kept(key_ring_name(version), await self.source.key_ring(version))
 
     async def calibration(self, version: int) -> Envelope:
         """Return and keep an amendment of the calibration."""
-        return self._kept(f"calibrations/{version:04d}.json", await self.source.calibration(version))
+        return self._kept(amendment_name(version), await self.source.calibration(version))
 
     async def timestamp(self) -> Envelope:
         """Return and keep the timestamp."""
-        return self._kept("timestamp.json", await self.source.timestamp())
+        return self._kept(TIMESTAMP_NAME, await self.source.timestamp())
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         """Return and keep a blob; a range that does not begin at its first byte is not kept."""
         data = await self.source.blob(digest, start=start, end=end)
         if start == 0:
-            self._write(f"blobs/{digest[:2]}/{digest}", data)
+            self._write(blob_name(digest), data)
         return data
 
     async def bundle(self, request: BundleRequest) -> bytes:
         """Return and keep a bundle that only auditors may read, where a published folder has public ones."""
         data = await self.source.bundle(request)
-        self._write(f"blobs/{request.bundle[:2]}/{request.bundle}", data)
+        self._write(blob_name(request.bundle), data)
         return data
 
     def finish(self, fields: Mapping[str, Any]) -> None:

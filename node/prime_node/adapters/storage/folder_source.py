@@ -20,6 +20,16 @@ import os
 from pathlib import Path
 
 from prime_node.inside import open_regular, place
+from prime_node.ports.documents import (
+    HEAD_NAME,
+    RUN_NAME,
+    TIMESTAMP_NAME,
+    amendment_name,
+    batch_name,
+    blob_name,
+    key_ring_name,
+    manifest_name,
+)
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.digest import is_digest
@@ -40,12 +50,12 @@ class FolderSource:
 
     async def run_spec(self) -> Envelope:
         """Read the RunSpec."""
-        return await self._envelope("run.json")
+        return await self._envelope(RUN_NAME)
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:  # a folder has no changes to wait for
         """Read the newest manifest; None before the first."""
         try:
-            return await self._envelope("head.json")
+            return await self._envelope(HEAD_NAME)
         except RemoteError as error:
             if error.code is ErrorCode.NOT_FOUND and self.folder.is_dir():
                 return None
@@ -53,29 +63,29 @@ class FolderSource:
 
     async def manifest(self, policy_version: int) -> Envelope:
         """Read a manifest."""
-        return await self._envelope(f"manifests/{policy_version:08d}.json")
+        return await self._envelope(manifest_name(policy_version))
 
     async def public_batch(self, step: int, part: int) -> Envelope:
         """Read the batch behind a published policy."""
-        return await self._envelope(f"batches/{step:08d}-{part:04d}.json", limits.WORK_BYTES_MAX)
+        return await self._envelope(batch_name(step, part), limits.WORK_BYTES_MAX)
 
     async def key_ring(self, version: int) -> Envelope:
         """Read a key ring."""
-        return await self._envelope(f"keys/{version:04d}.json")
+        return await self._envelope(key_ring_name(version))
 
     async def calibration(self, version: int) -> Envelope:
         """Read an amendment of the calibration."""
-        return await self._envelope(f"calibrations/{version:04d}.json")
+        return await self._envelope(amendment_name(version))
 
     async def timestamp(self) -> Envelope:
         """Read the timestamp."""
-        return await self._envelope("timestamp.json")
+        return await self._envelope(TIMESTAMP_NAME)
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         """Return bytes [start, end) of a blob, unverified. Raises RemoteError or Unreachable."""
         if not is_digest(digest):
             raise RemoteError(ErrorCode.NOT_FOUND, f"not a digest: {digest[:80]!r}")
-        name, bytes_max = f"blobs/{digest[:2]}/{digest}", self.bounds.blob_bytes_max
+        name, bytes_max = blob_name(digest), self.bounds.blob_bytes_max
         return await asyncio.to_thread(self._read, self.folder, name, bytes_max, start, end)
 
     async def bundle(self, request: BundleRequest) -> bytes:

@@ -51,9 +51,3 @@ def require_run(info: StoreInfo, run: str, *, place: str) -> None:
         raise LocalError(
             f"{place} belongs to another run, {info.run[:12]}, not to {run[:12]}: give each run its own store"
         )
-
-
-def require_open(info: StoreInfo, *, place: str) -> None:
-    """Raise LocalError if no coordinator may use the store."""
-    if info.closed:
-        raise LocalError(f"{place} is not in use: {info.closed}")

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from prime_node.adapters.storage.row_digests import CHAINED, chained, damaged, event_digest, require_intact, sealed
 from prime_node.adapters.storage.schema_versions import READ_INFO, StoreInfo
 from prime_node.ports.store import PAGE_CHARS_MAX, Chapter, LoggedEvent, Segment, StoreConflict, StoredReceipt
+from prime_protocol.errors import LocalError
 
 ROWS_MAX = 5_000
 """Rows of the log that are read at once."""
@@ -98,6 +99,17 @@ class SqlStore:
         self._database = database
         self._last_number = self._last_change = self._ledger_length = 0
         self._last_digest = ""
+
+    @classmethod
+    async def open(cls, database: Database) -> SqlStore:
+        """Return the store of a database for its coordinator. Raises LocalError if none may use it, and closes the database."""
+        try:
+            if closed := (await info_of(database)).closed:
+                raise LocalError(f"{database.place} is not in use: {closed}")
+            return await cls.over(database)
+        except BaseException:
+            await database.close()
+            raise
 
     @classmethod
     async def over(cls, database: Database) -> SqlStore:

@@ -30,10 +30,9 @@ from prime_node.adapters.storage.schema_versions import (
     READ_INFO,
     StoreInfo,
     migrations_after,
-    require_open,
     require_run,
 )
-from prime_node.adapters.storage.sql_store import TABLES, Batch, Row, SqlStore, info_of
+from prime_node.adapters.storage.sql_store import TABLES, Batch, Row, SqlStore
 from prime_node.files import sync
 from prime_node.inside import naming, read_regular
 from prime_node.ports.store import StoreConflict
@@ -74,13 +73,7 @@ _INDEX = re.compile(r"CREATE (UNIQUE )?INDEX (IF NOT EXISTS )?\w+ ON \w+ \(\w+(,
 
 async def open_sqlite(path: Path, *, run: str) -> SqlStore:
     """Open or create the database of one run's coordinator. Raises LocalError if it is damaged or another run's."""
-    database = await sqlite_database(path, run=run)
-    try:
-        require_open(await info_of(database), place=str(path))
-        return await SqlStore.over(database)
-    except BaseException:
-        await database.close()
-        raise
+    return await SqlStore.open(await sqlite_database(path, run=run))
 
 
 async def sqlite_database(path: Path, *, run: str) -> SqliteDatabase:

@@ -37,12 +37,9 @@ T = TypeVar("T")
 class PacedSource:
     """Implementation of ports.transport.PublicSource over another one. Raises Unreachable during a wait that is too long."""
 
-    def __init__(
-        self, source: PublicSource, *, clock: Clock, bytes_per_second_min: float = BYTES_PER_SECOND_MIN
-    ) -> None:
+    def __init__(self, source: PublicSource, *, clock: Clock) -> None:
         self._source = source
         self._clock = clock
-        self._rate_min = bytes_per_second_min
         self._open = 0
         self._since_s = 0.0
         """Time at which the first of the open requests was sent."""
@@ -92,14 +89,14 @@ class PacedSource:
                     if refusals:
                         raise Unreachable(f"{refusals[-1]}, for {self._so_far_s():,.0f} s: try again later")
                     raise Unreachable(
-                        f"slow retrieval: less than {self._rate_min:,.0f} bytes a second on average after "
+                        f"slow retrieval: less than {BYTES_PER_SECOND_MIN:,.0f} bytes a second on average after "
                         f"{self._so_far_s():,.0f} s of waiting"
                     )
                 waiting = asyncio.ensure_future(self._clock.sleep(left_s))
                 await asyncio.wait({answering, waiting}, return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
             answer = answering.result()
-            self._allowed_s += size_of(answer) / self._rate_min
+            self._allowed_s += size_of(answer) / BYTES_PER_SECOND_MIN
             return answer
         finally:
             answering.cancel()

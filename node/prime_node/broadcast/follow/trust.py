@@ -30,6 +30,7 @@ from prime_node.broadcast.follow.lost_rings import is_by_unknown_key, newest_rin
 from prime_node.files import disk_fault, read_or_begin, write_durably
 from prime_node.inside import place
 from prime_node.ports.clock import Clock
+from prime_node.ports.documents import TIMESTAMP_NAME, amendment_name, key_ring_name
 from prime_node.ports.transport import StatementSource, TimestampSource, Unreachable
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
@@ -222,7 +223,7 @@ class Trust:
             if keys.version >= version:  # another source was faster
                 continue
             ring = keys.check(envelope)
-            self._write(f"keys/{version:04d}.json", envelope)
+            self._write(key_ring_name(version), envelope)
             keys.add(envelope)
             self._restore_after(ring.version)
             self._void_if_revoked()
@@ -269,7 +270,7 @@ class Trust:
             return
         require_named(shown, stamp)
         for amendment, envelope in shown.amendments[known.version :]:
-            self._write(f"calibrations/{amendment.version:04d}.json", envelope)
+            self._write(amendment_name(amendment.version), envelope)
             known.add(envelope)
             classes = ", ".join(sorted({pair.worker for pair in amendment.pairs}))
             log.warning("calibration %d is in force: the run now knows the noise of %s", amendment.version, classes)
@@ -305,7 +306,7 @@ class Trust:
         """Take a timestamp if it is newer than the known one. Raises RemoteError; keeps evidence."""
         if (stamp := self._compared(envelope)) is not None:
             check_fresh(stamp, self._clock.now_ms())
-            self._write("timestamp.json", envelope)
+            self._write(TIMESTAMP_NAME, envelope)
             self.newest, self._newest_envelope = stamp, envelope
 
     def _void_if_revoked(self) -> None:
@@ -337,7 +338,7 @@ class Trust:
     def _restore(self) -> None:
         """Load and verify what was known when this machine stopped. A damaged file does not stop the machine."""
         self._restore_rings()
-        path = self._folder / "timestamp.json"
+        path = self._folder / TIMESTAMP_NAME
         if not path.exists():
             return
         try:
@@ -352,7 +353,7 @@ class Trust:
     def _restore_rings(self) -> None:
         """Take the stored key rings up to the first damaged one, which stays as the trace of what was known."""
         keys = self.run.keys
-        while (path := place(self._folder, f"keys/{keys.version + 1:04d}.json")).exists():
+        while (path := place(self._folder, key_ring_name(keys.version + 1))).exists():
             try:
                 keys.add(open_envelope(read_or_begin(path)))
             except RemoteError as error:
@@ -377,7 +378,7 @@ class Trust:
         path = self._folder
         try:
             while shown.version < stamp.calibration:
-                path = place(self._folder, f"calibrations/{shown.version + 1:04d}.json")
+                path = place(self._folder, amendment_name(shown.version + 1))
                 if not path.exists():
                     return
                 shown.add(open_envelope(read_or_begin(path)))

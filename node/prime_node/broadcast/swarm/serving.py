@@ -34,6 +34,7 @@ from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, Uplink
 from prime_node.inside import open_regular, place, read_regular
 from prime_node.ports.clock import Clock
+from prime_node.ports.documents import TIMESTAMP_NAME, amendment_name, key_ring_name
 from prime_node.ports.web import Handler, Request, Response, Route, parse_range
 from prime_protocol import limits
 from prime_protocol.addresses import network_of
@@ -145,16 +146,16 @@ class PeerService:
         version = request.params["version"]
         if not re.fullmatch(r"[0-9]{1,4}", version):
             raise RemoteError(ErrorCode.NOT_FOUND, "the version of a key ring must be a number")
-        return await self._statement(f"keys/{int(version):04d}.json")
+        return await self._statement(key_ring_name(int(version)))
 
     async def _calibration(self, request: Request) -> Response:
         version = request.params["version"]
         if not re.fullmatch(r"[0-9]{1,4}", version):
             raise RemoteError(ErrorCode.NOT_FOUND, "the version of a calibration must be a number")
-        return await self._statement(f"calibrations/{int(version):04d}.json")
+        return await self._statement(amendment_name(int(version)))
 
     async def _timestamp(self, request: Request) -> Response:
-        return await self._statement("timestamp.json")
+        return await self._statement(TIMESTAMP_NAME)
 
     async def _statement(self, name: str) -> Response:
         """Return a file that trust.py has verified and written."""

@@ -19,7 +19,7 @@ from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import State
 from prime_node.ports.clock import Clock
-from prime_node.ports.documents import Documents
+from prime_node.ports.documents import Documents, amendment_name
 from prime_protocol import limits
 from prime_protocol.amendment import CalibrationAmendment
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope
@@ -100,11 +100,6 @@ def check_new(envelope: Envelope, run: PinnedRun) -> CalibrationAmendment:
     amendment = run.calibrations.check(envelope)
     run.keys.verify(envelope, PayloadType.CALIBRATION, Role.ROOT)  # `check` allows a former root, for newcomers
     return amendment
-
-
-def amendment_name(version: int) -> str:
-    """Return the name of an amendment's file."""
-    return f"calibrations/{version:04d}.json"
 
 
 def pairs_of(amendment: CalibrationAmendment) -> str:

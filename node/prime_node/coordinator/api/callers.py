@@ -18,6 +18,7 @@ from functools import lru_cache
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.ports.host_names import is_own_host, parsed
 from prime_node.ports.web import CallerBounds, Request
+from prime_protocol.addresses import usual_network
 from prime_protocol.visible import printable
 
 log = logging.getLogger(__name__)
@@ -26,8 +27,6 @@ Networks = Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network]
 HEADER = "x-forwarded-for"
 HOPS_MAX = 8
 """Number of proxies in a row."""
-PREFIX_BITS = {4: 24, 6: 48}
-"""Prefix length, by IP version, of what one owner of addresses usually has."""
 MEMBER_REQUESTS_TIMES = 4
 """Limit on a member's requests, the unsigned ones included, as a multiple of its rate of signed ones."""
 
@@ -78,9 +77,7 @@ class Callers:
 def prefix_of(address: str) -> str:
     """Return the network of an address at its usual prefix length. All invalid addresses are one network."""
     found = parsed(address)
-    if found is None:
-        return "unknown"
-    return str(ipaddress.ip_network((found, PREFIX_BITS[found.version]), strict=False))
+    return "unknown" if found is None else usual_network(found)
 
 
 def is_in(address: str, networks: Networks) -> bool:

@@ -21,7 +21,7 @@ from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.journal import Journal
 from prime_node.coordinator.manifests import PublishedManifests
 from prime_node.ports.clock import Clock
-from prime_node.ports.documents import Documents
+from prime_node.ports.documents import TIMESTAMP_NAME, Documents, key_ring_name
 from prime_node.ports.store import Store
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
@@ -36,7 +36,6 @@ from prime_protocol.timestamp import Timestamp
 
 log = logging.getLogger(__name__)
 
-TIMESTAMP_NAME = "timestamp.json"
 DATES_NAME = "shown_dates"
 LEDGER_HEAD_NAME = "ledger_head.json"
 Statement = TypeVar("Statement")
@@ -303,11 +302,6 @@ async def stored_statement(
     except RemoteError as error:
         log.warning("%s is damaged and is written again: %s", name, error)
         return None
-
-
-def key_ring_name(version: int) -> str:
-    """Return the name of a key ring's file."""
-    return f"keys/{version:04d}.json"
 
 
 @dataclass(frozen=True, slots=True)

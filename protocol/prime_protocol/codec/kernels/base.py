@@ -33,7 +33,6 @@ PLAN_COLUMNS = 7
 OLD_AT, NEW_AT, ELEMENTS, SHIFT, DATA_AT, DATA_BYTES = range(6)
 """Columns of a table of chunks, one per row: addresses of its words in the base and in the new tensor, their number, the
 position of a word's exponent, and the encoded chunk. Before encoding, DATA_AT holds the code of its dtype."""
-CHUNK_COLUMNS = 6
 
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.py"))
