@@ -17,12 +17,15 @@ from tests.time_world import until
 from prime_node.patience import Stop
 from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.loop import run_worker
-from prime_node.worker.reporting import status_of
+from prime_node.worker.reporting import heartbeat_request, status_of
+from prime_node.worker.status import Traffic
 from prime_node.worker.worker import Ending
+from prime_protocol import limits
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import HeartbeatRequest
 from prime_protocol.rollout import Completion
+from prime_protocol.telemetry import DownloadReport
 
 
 async def test_a_coordinator_that_forgets_us_is_joined_again(tmp_path: Path) -> None:
@@ -209,6 +212,15 @@ async def test_stopping_before_the_coordinator_has_answered_ends_at_once(tmp_pat
     world.stop.set()
     assert await task is Ending.STOPPED
     assert world.coordinator.joined == 0
+
+
+def test_a_worker_that_has_received_petabytes_reports_the_most_that_it_may(tmp_path: Path) -> None:
+    """Before, the number that no coordinator takes ended the worker."""
+    worker = WorkerWorld(tmp_path).worker()
+    worker.links = lambda: Traffic(down_bytes=2**53, peer_bytes=2**52, all_bytes=2**51)
+    most = limits.CLAIMED_BYTES_MAX
+    expected = DownloadReport(peer_bytes=most, operator_bytes=most, links=0, all_bytes=most)
+    assert heartbeat_request(worker).downloads == expected
 
 
 def test_a_log_gets_a_line_when_the_situation_changes_and_each_minute(tmp_path: Path) -> None:

@@ -89,13 +89,10 @@ def _downloads(traffic: Traffic) -> DownloadReport | None:
     """Return what the coordinator shows of the downloads; None before the first byte."""
     if not traffic.down_bytes and not traffic.all_bytes:
         return None
-    return DownloadReport(
-        peer_bytes=traffic.peer_bytes,
-        operator_bytes=traffic.down_bytes - traffic.peer_bytes,
-        links=min(traffic.peers, limits.CLAIMED_LINKS_MAX),
-        done_bytes=traffic.done_bytes,
-        all_bytes=traffic.all_bytes,
-    )
+    moved = (traffic.peer_bytes, traffic.down_bytes - traffic.peer_bytes, traffic.done_bytes, traffic.all_bytes)
+    peer, operator, done, whole = (min(num_bytes, limits.CLAIMED_BYTES_MAX) for num_bytes in moved)
+    links = min(traffic.peers, limits.CLAIMED_LINKS_MAX)
+    return DownloadReport(peer_bytes=peer, operator_bytes=operator, links=links, done_bytes=done, all_bytes=whole)
 
 
 def _claimed(ms: int | None) -> int | None:
