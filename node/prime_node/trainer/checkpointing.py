@@ -39,6 +39,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from prime_node.files import DAMAGED, PASSING_FAULTS, digest_of_file, sync
+from prime_node.inside import NotRegular
 from prime_node.trainer.state import Phase, TrainerState
 from prime_protocol.errors import LocalError, TransientFault
 
@@ -195,7 +196,7 @@ def _fault_of(path: Path) -> str | None:
             read = path / name
             if digest_of_file(read) != digest:
                 return f"{read} is not what was written"
-    except (ValueError, TypeError, FileNotFoundError) as error:
+    except (ValueError, TypeError, FileNotFoundError, NotRegular) as error:
         return f"{read} is damaged: {error}"
     except OSError as error:
         if error.errno in (errno.EIO, errno.EISDIR):  # a sector of the disk, or an entry of a folder
