@@ -49,6 +49,9 @@ from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, Verdict
 from prime_protocol.verify import check_assignment, judge, statistics, summary
 from prime_protocol.weights import Weights
 
+LEASES_AT_ONCE = 8
+"""Leases granted while the virtual clock shows one time: each needs threads, and it moves only while no thread works."""
+
 
 class MemoryCoordinator(MemorySource):
     """Fake of ports.transport.WorkerPort for one worker, WORKER, which judges uploads at once."""
@@ -78,6 +81,7 @@ class MemoryCoordinator(MemorySource):
         self.engines: list[EngineInfo] = []
         self.after_upload: Callable[[], None] = lambda: None
         self._slot = 0
+        self._leased_s, self._at_once = 0.0, 0
 
     def publish_policy(self, weights: Weights) -> SignedManifest:
         signed = self.publish(weights)
@@ -112,7 +116,9 @@ class MemoryCoordinator(MemorySource):
             return NotYet(reason=f"policy {request.policy_version} is not published here", retry_after_s=0.5)
         if self.manifests[request.policy_version].digest != request.policy_digest:
             raise RemoteError(ErrorCode.CHAIN_BROKEN, "fetch the policy again")
-        if len(self.leases) >= self.leases_max:
+        self._at_once = self._at_once + 1 if self._leased_s == self.clock.seconds else 1
+        self._leased_s = self.clock.seconds
+        if len(self.leases) >= self.leases_max or self._at_once > LEASES_AT_ONCE:
             return NotYet(reason="no work left", retry_after_s=0.5)
         seeds = iter(range(self._slot * 1_000, (self._slot + 2) * 1_000))
         groups = tuple(
