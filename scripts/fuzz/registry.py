@@ -31,14 +31,14 @@ from valid_messages import examples, wire_models
 from prime_protocol import delegation, invite, ledger, peers
 from prime_protocol.amendment import CalibrationAmendment, CalibrationChain
 from prime_protocol.calibration import Calibration, PairMoments
-from prime_protocol.chain import check_link, check_manifest
+from prime_protocol.chain import check_link, checked_manifest
 from prime_protocol.checkpoint import encode_checkpoint
 from prime_protocol.dossier import BanStatement, check_dossier
 from prime_protocol.envelope import PayloadType, parse_json, seal
 from prime_protocol.evidence import Moments
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyChain, KeyRing
-from prime_protocol.manifest import open_manifest, sign_manifest
+from prime_protocol.manifest import sign_manifest
 from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.seed_chain import OpenSecret, SeedChain, opened_secrets
 from prime_protocol.timestamp import check_fresh, open_timestamp
@@ -95,8 +95,7 @@ def _statements() -> list[Parser]:
     receipts = examples()["Receipt"]
 
     def manifests(payload: bytes) -> None:
-        found = open_manifest(seal(payload, PayloadType.MANIFEST, TRAINER), RUN)
-        check_manifest(found.manifest, RUN)
+        found = checked_manifest(seal(payload, PayloadType.MANIFEST, TRAINER), RUN)
         check_link(found.manifest, signed)
 
     def keys(payload: bytes) -> None:
@@ -164,7 +163,7 @@ def _statements() -> list[Parser]:
             "manifest",
             manifests,
             [first.model_dump_json().encode(), second.model_dump_json().encode(), *of_our_run("Manifest")],
-            ("manifest.open_manifest", "chain.check_manifest", "chain.check_link"),
+            ("manifest.open_manifest", "chain.checked_manifest", "chain.check_manifest", "chain.check_link"),
         ),
         Parser(
             "key_ring",

@@ -21,7 +21,8 @@ from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.trainer import Trainer
 from prime_protocol.errors import LocalError
 
-STEPS = 4
+STEPS = 8
+"""More than a trainer computes while its fourth policy is published: its last step writes a checkpoint."""
 REMAX: dict[str, Any] = {"advantage": {"type": "remax"}}
 GDPO: dict[str, Any] = {"advantage": {"type": "gdpo", "gdpo_reward_keys": "reward,format"}}
 
