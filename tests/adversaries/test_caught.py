@@ -56,7 +56,6 @@ EXPECTED = {
     "partial-10": {SEEDS},
     "ties": {SEEDS},
     "ties-as-unknown": {SEEDS},
-    "framing": {RejectReason.COPIED},
     "low-0.0095-as-unknown": set(),
     "shading-0.1": {LOGPROBS},
     "shading-0.1-as-vllm": {LOGPROBS},
@@ -85,6 +84,7 @@ IN_THE_BENCH = (
     "shading-0.05",
     "shading-0.05-as-unknown",
     "best-of-n-in-20",
+    "framing",  # how seldom it acts depends on the machine; tests/node/test_copies.py tests the rule against it
     "temperature-0.98-as-unknown",
 )
 """Found as another one is, or as late: scripts/bench/adversaries.py."""
