@@ -4,7 +4,8 @@
     python scripts/bench/page_pictures.py runs/demo --worker runs/demo/worker-1 [docs/page]
 
 The second command needs the first one to run. `--worker` is the folder of a worker on this machine. It needs Chromium. Colours
-are reduced until a picture has at most 60 kB.
+are reduced until a picture has at most 60 kB. In those of docs/page/ three more machines, of one person, had joined the run
+(docs/several-machines.md).
 """
 
 from __future__ import annotations

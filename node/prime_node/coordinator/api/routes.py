@@ -109,6 +109,7 @@ class ApiCall:
 
 
 PAGE_PATHS = ("/", "/page/{name}")
+"""Paths of the files without which the page shows nothing."""
 
 
 @dataclass(frozen=True, slots=True)

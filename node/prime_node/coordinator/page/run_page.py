@@ -155,8 +155,8 @@ class RunPage:
         for version, num_workers in versions.items():
             if version >= 0:
                 holders[min(BEHIND_SHOWN_MAX, max(0, head - version))] += num_workers
-        downloads = {
-            "workers": num_reports,  # means: a false report moves them by one worker's part
+        downloads = {  # means: a false report moves them by one worker's part
+            "workers": num_reports,
             "links": round(links / max(1, num_reports), 1),
             "operator_share": round(operator_share / max(1, num_reports), 3),
             "fetching": len(fetching),
