@@ -28,9 +28,8 @@ import os
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
@@ -40,6 +39,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from checks import Output
+from learning_loop import LearningLoop
 from learning_plot import plot
 from learning_report import checks, compare, keep, read, report
 
@@ -53,17 +53,13 @@ from prime_node.algo.losses import find_loss
 from prime_node.algo.schedule import ParameterSchedule
 from prime_node.broadcast.audit.safetensors_file import write_safetensors
 from prime_node.cli.wire_environments import build_environments
-from prime_node.ports.engine import GenerateRequest
-from prime_node.ports.train_backend import KeptPolicy, OptimizerSettings, TrainingDiverged
-from prime_node.ports.train_samples import Group, TrainSample
-from prime_node.trainer.batch import prepare
+from prime_node.ports.train_backend import OptimizerSettings
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.assignment import Sampling
 from prime_protocol.digest import digest_of
-from prime_protocol.rollout import FinishReason
 from prime_protocol.run_spec import EnvironmentSpec
 from prime_protocol.weights import Weights
 
@@ -161,8 +157,9 @@ class Bench:
         self._evaluator = Evaluator(self._engine, self._tokenizer, questions, self._sampling, seed=1)
         self._lessons = Lessons(environments, {task: 1.0}, self._tokenizer, seed=seed, problems=8_192, batch_size=64)
         self._start = out / f"start-{task}-seed{seed}"
-        self._first: dict[str, float] | None = None
-        """The evaluation of the weights that all runs begin with."""
+        self._loop = LearningLoop(
+            self._engine, self._tokenizer, self._environment, self._evaluator, self._sampling, seed, GROUPS, ROLLOUTS
+        )
 
     async def teach(self, steps_max: int) -> None:
         """Weights to begin with, once for all losses and levels."""
@@ -201,65 +198,13 @@ class Bench:
             completion_tokens_max=COMPLETION_TOKENS,
             vocab_size=self._tokenizer.vocab_size,
         )
-        if recipe.needs_reference:
-            backend.keep_policy(KeptPolicy.REFERENCE)
-        policies: deque[Weights] = deque([backend.snapshot()], maxlen=row.async_level + 1)
-        began = time.perf_counter()
-        self._first = self._first or await self._evaluate(policies[-1], 0)
-        evaluations = [self._first]
-        steps: dict[str, list[float]] = {"reward": [], "log_ratio_abs": [], "grad_norm": []}
-        diverged = False
-        for step in range(row.steps):
-            groups = await self._rollouts(step, max(0, step - row.async_level), policies[0])
-            prepared = prepare(groups, recipe, step=step)
-            samples = _with_reference(backend, prepared.samples) if recipe.needs_reference else prepared.samples
-            try:
-                stats = backend.train_step(samples, recipe.loss, lr=recipe.schedule.at(step))
-            except TrainingDiverged:
-                diverged = True
-                break
-            policies.append(backend.snapshot())
-            steps["reward"].append(round(prepared.metrics["reward_mean"], 4))
-            steps["log_ratio_abs"].append(round(stats.log_ratio_abs, 5))
-            steps["grad_norm"].append(round(stats.grad_norm, 4))
-            if (step + 1) * EVALUATIONS // row.steps > step * EVALUATIONS // row.steps:
-                evaluations.append(await self._evaluate(policies[-1], step + 1))
-        seconds = time.perf_counter() - began
-        return {**asdict(row), "evaluations": evaluations, **steps, "diverged": diverged, "seconds": round(seconds, 1)}
+        found = await self._loop.run(
+            backend, recipe, steps=row.steps, async_level=row.async_level, evaluations=EVALUATIONS
+        )
+        return {**asdict(row), **found}
 
     async def close(self) -> None:
         await self._evaluator.close()
-
-    async def _rollouts(self, step: int, policy: int, weights: Weights) -> list[Group]:
-        """One step's groups, scored."""
-        await self._engine.load(weights, policy_version=policy)
-        slots = range(step * GROUPS, (step + 1) * GROUPS)
-        prompts = [tuple(self._tokenizer.encode_prompt(self._environment.prompt(slot))) for slot in slots]
-        requests = [
-            GenerateRequest(prompt, seed=(self._seed << 40) + slot * ROLLOUTS + number)
-            for slot, prompt in zip(slots, prompts, strict=True)
-            for number in range(ROLLOUTS)
-        ]
-        completions = await self._engine.generate(requests, self._sampling)
-        groups = []
-        for index, (slot, prompt) in enumerate(zip(slots, prompts, strict=True)):
-            mine = tuple(completions[index * ROLLOUTS : (index + 1) * ROLLOUTS])
-            rewards = tuple(
-                self._environment.score(
-                    slot, self._tokenizer.decode(list(one.token_ids)), finished=one.finish is FinishReason.STOP
-                )
-                for one in mine
-            )
-            groups.append(Group(slot, prompt, mine, rewards, (policy,) * ROLLOUTS, "here"))
-        return groups
-
-    async def _evaluate(self, weights: Weights, step: int) -> dict[str, float]:
-        return {"step": step, "sampled": round(await self._evaluator.sampled_accuracy(weights, step), 4)}
-
-
-def _with_reference(backend: TorchBackend, samples: Sequence[TrainSample]) -> list[TrainSample]:
-    logprobs = backend.logprobs(samples, KeptPolicy.REFERENCE)
-    return [replace(sample, reference_logprobs=tuple(found)) for sample, found in zip(samples, logprobs, strict=True)]
 
 
 def _rounded(backend: TorchBackend) -> Weights:

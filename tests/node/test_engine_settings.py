@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,29 @@ def test_the_arithmetic_of_an_engine_on_a_cpu_is_a_setting(tmp_path: Path, dtype
     settings = WorkerConfig.load({"worker": {"engine": "transformers", "dtype": dtype}})
     engine = wire.engine(settings, write_model(tmp_path), make_run(), cheat=None)
     assert (engine.info.name, engine.info.dtype, engine.info.device) == ("transformers", expected, "cpu")
+
+
+def test_bf16_on_a_processor_without_its_instructions_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for dtype in ("fp32", "bf16"):
+        settings = WorkerConfig.load({"worker": {"engine": "transformers", "dtype": dtype}})
+        wire.engine(settings, write_model(tmp_path), make_run(), cheat=None)
+    flags = set(Path("/proc/cpuinfo").read_text().split()) if platform.machine() == "x86_64" else {"amx_bf16"}
+    is_slow = not flags & {"avx512_bf16", "amx_bf16"}
+    assert [record.message[:28] for record in caplog.records] == ["engine transformers/bf16: th"] * is_slow
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"architecture": "x86_64", "avx2": True, "avx512_bf16": False, "amx_bf16": False}, True),
+        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, False),
+        ({"architecture": "aarch64"}, False),
+    ],
+)
+def test_processors_that_emulate_bf16(capabilities: dict[str, object], expected: bool) -> None:
+    from prime_node.adapters.hardware import emulates_bf16
+
+    assert emulates_bf16(capabilities) is expected
 
 
 @pytest.mark.vllm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,8 +35,11 @@ if TYPE_CHECKING:
     from prime_node.ports.web import WebServer
     from prime_node.validator.scoring_workers import ScoringWorkers
     from prime_node.worker.config import WorkerConfig
+    from prime_protocol.rollout import EngineInfo
     from prime_protocol.telemetry import Hardware
     from prime_protocol.weights import Weights
+
+log = logging.getLogger(__name__)
 
 
 def clock() -> SystemClock:
@@ -296,11 +300,20 @@ def describe_hardware() -> Hardware:
     return found()
 
 
+def _warn_of_slow_arithmetic(info: EngineInfo) -> None:
+    from prime_node.adapters.hardware import slow_arithmetic
+
+    if reason := slow_arithmetic(dtype=info.dtype, device=info.device):
+        log.warning("engine %s/%s: %s", info.name, info.dtype, reason)
+
+
 def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
     """Return the worker's engine. `cheat` is (kind, number of honest policies), for demonstrations. Raises LocalError."""
     made: Engine
     check_size(model, run)
-    if engine_info(settings).name == "vllm":
+    info = engine_info(settings)
+    _warn_of_slow_arithmetic(info)
+    if info.name == "vllm":
         vllm = _vllm()
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))
         chosen = settings.model_dump(
