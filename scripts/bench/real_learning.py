@@ -76,7 +76,7 @@ VARIANTS = {
 
 def model_folder() -> Path:
     """Return the folder of SmolLM2, which is built on first use."""
-    command = [sys.executable, ROOT / "scripts" / "models.py", "smollm2"]
+    command = [sys.executable, str(ROOT / "scripts" / "models.py"), "smollm2"]
     return Path(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
 
 
