@@ -193,7 +193,7 @@ def announce(machine: Machine, names: Sequence[str]) -> None:
 
 def make_venv(machine: Machine) -> Stamp:
     if VENV.exists():
-        say(f"{VENV} was made for another Python, place or GPU, or never finished: making it anew")
+        say(f"{VENV} was made for another Python, place or GPU, or never finished: making it again")
         shutil.rmtree(VENV)
     made = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True, check=False)
     if made.returncode != 0:
