@@ -109,6 +109,8 @@ class Outcome:
     """Largest resident memory of a receiver until the last one was done, before the product copies the file for comparison."""
     resent_share: float = 0.0
     """TCP segments that were sent again, of all that all hosts sent."""
+    busy_share: float = 0.0
+    """Share of this machine's processor time that anything used, from the start until the last one was done."""
     excess: dict[str, float] = field(default_factory=dict)
     """excess.py: parts of the ratio beyond one."""
 
@@ -136,6 +138,7 @@ class Outcome:
             "cpu_receiver_s": round(self.cpu_receiver_s, 2),
             "rss_receiver_mb": round(self.rss_receiver_mb),
             "resent_share": round(self.resent_share, 4),
+            "busy_share": round(self.busy_share, 3),
             "excess": self.excess,
         }
 
@@ -153,6 +156,14 @@ def make_payload(folder: Path, size_mb: float) -> tuple[Path, str]:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def processor_time_s() -> tuple[float, float]:
+    """Return the processor time that this machine has used since its start, and used or left idle, in seconds."""
+    user, nice, system, idle, waits, *others = map(int, Path("/proc/stat").read_text().split(maxsplit=8)[1:8])
+    spent = user + nice + system + idle + waits + sum(others)
+    ticks = os.sysconf("SC_CLK_TCK")
+    return (spent - idle - waits) / ticks, spent / ticks
 
 
 def run(
@@ -200,8 +211,10 @@ class _Race:
         with beside(self._network):
             before = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
             cpu_before = {index: process.cpu_so_far_s() for index, process in self._processes.items()}
+            used_s, spent_s = processor_time_s()
             (self._work / "go").touch()
             self._watch(time.monotonic(), before[0][0])
+            used_now_s, spent_now_s = processor_time_s()
             cpu_s = {index: self._processes[index].cpu_so_far_s() - began_s for index, began_s in cpu_before.items()}
             after = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
             peaks_mb = [self._processes[host.index].peak_mb() for host in receivers]
@@ -216,7 +229,8 @@ class _Race:
         out.origin_copies = (after[0][0] - before[0][0]) / size
         out.received_copies = sum(received) / len(received) / size
         out.resent_share = sum(resent for _, resent in segments) / max(1, sum(sent for sent, _ in segments))
-        stayed = [used_s for index, used_s in cpu_s.items() if index and used_s > 0]
+        out.busy_share = (used_now_s - used_s) / max(spent_now_s - spent_s, 1e-3)
+        stayed = [of_one_s for index, of_one_s in cpu_s.items() if index and of_one_s > 0]
         out.cpu_origin_s = max(0.0, cpu_s[0])
         out.cpu_receiver_s = sum(stayed) / max(1, len(stayed))
         out.rss_receiver_mb = max(peaks_mb)
