@@ -28,8 +28,16 @@ PAGES: dict[str, tuple[str, ...]] = {
         "docs/tutorials/auditor",
     ),
     "Guides": (
-        *("docs/installing", "docs/joining", "docs/operating", "docs/services", "docs/containers", "docs/environments"),
-        *("docs/algorithms", "docs/python", "docs/verifying", "docs/replaying", "docs/support", "configs/README"),
+        *("docs/installing", "docs/joining", "docs/operating", "docs/models", "docs/services", "docs/containers"),
+        *(
+            "docs/environments",
+            "docs/algorithms",
+            "docs/python",
+            "docs/verifying",
+            "docs/replaying",
+            "docs/support",
+            "configs/README",
+        ),
     ),
     "Reference": (
         *("docs/reference/settings", "docs/reference/commands", "docs/reference/metrics", "docs/reference/endpoints"),

@@ -22,6 +22,7 @@ GUIDES = (
     "docs/installing.md",
     "docs/joining.md",
     "docs/metrics.md",
+    "docs/models.md",
     "docs/operating.md",
     "docs/python.md",
     "docs/services.md",
