@@ -40,7 +40,7 @@ from tests.time_world import VirtualClock, until
 
 from prime_lab.memory_blobs import MemoryBlobs
 from prime_node.adapters.link.link_client import LinkClient
-from prime_node.adapters.link.link_server import STRANGERS_LOG_S, STRANGERS_MAX, LinkServer
+from prime_node.adapters.link.link_server import LOG_S, STRANGERS_MAX, LinkServer
 from prime_node.adapters.link.sealed_frames import BrokenLink, FrameKind, FrameOpener, FrameSealer, LinkFrame
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.cli.wire_gateway import run_of
@@ -253,7 +253,7 @@ async def test_strangers_who_hold_connections_keep_no_gateway_out(caplog: pytest
         for _, writer in held:
             writer.close()
     passed_s = asyncio.get_running_loop().time() - began_s
-    assert caplog.text.count("another connection took its place") <= 1 + passed_s / STRANGERS_LOG_S
+    assert caplog.text.count("another connection took its place") <= 1 + passed_s / LOG_S
 
 
 async def test_a_gateway_that_knows_only_the_join_link_gets_the_run_from_the_writer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -199,16 +200,39 @@ async def test_an_engine_without_a_calibration_gets_a_notice_when_it_joins() -> 
         assert (await world.client(BEN).join(request(engine=engine))).notice == ""
 
 
-async def test_a_network_has_room_for_so_many_and_new_keys_wait_after_a_ban() -> None:
+async def test_a_network_has_room_for_so_many_and_new_keys_wait_after_a_ban(caplog: pytest.LogCaptureFixture) -> None:
     async with running(memory_parts(make_run(), workers_per_network_max=1, **LIMITED)) as world:
         await world.client(ANNA).join(request(hardware=Hardware(device="x86_64", cores=8, memory_bytes=2**34)))
-        await turned_away(world, BEN, ErrorCode.TOO_MANY_REQUESTS)
+        refusal = await turned_away(world, BEN, ErrorCode.TOO_MANY_REQUESTS)
+        assert "your network has 1 worker here, which is the limit" in refusal.detail
+        assert "operator to raise coordinator.workers_per_network_max or to trust your network" in refusal.detail
+        assert "network 127.0.0.0/24 has 1 worker, which is the limit, and further ones wait" in caplog.text
         await world.client(ANNA).join(request())
         (shown,) = (await world.status())["workers"]
         assert (shown["newcomer"], shown["hardware"]) == (True, "")
         await world.client(ROOT).admin(AdminRequest(action="ban", worker=ANNA.key_id))
         refusal = await turned_away(world, BEN, ErrorCode.TOO_MANY_REQUESTS)
         assert refusal.retry_after_s == pytest.approx(60, abs=2)
+
+
+@pytest.mark.parametrize(("trusted", "joined", "leased"), [((), 64, 1), (("127.0.0.1/32",), 80, 80)])
+async def test_a_laboratory_behind_one_address_works_at_once_if_the_operator_trusts_the_address(
+    trusted: tuple[str, ...], joined: int, leased: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = make_run(groups_per_step=1_024, limits=limits.Limits(workers_max=1_000))
+    async with running(memory_parts(run, trusted_networks=trusted)) as world:
+        await world.publish()
+        found, granted = [], 0
+        for key in (SigningKey(bytes([number]) * 32) for number in range(100, 180)):
+            with contextlib.suppress(RemoteError):
+                await world.join(key)
+                found.append(key)
+        for key in found:
+            with contextlib.suppress(AssertionError):  # there is nothing for it now
+                await world.lease(key, rollouts_max=2)
+                granted += 1
+    assert (len(found), granted) == (joined, leased)
+    assert ("add their address to coordinator.trusted_networks" in caplog.text) == (not trusted)
 
 
 async def test_networks_are_distinguished_by_prefixes_and_trusted_ones_have_no_name() -> None:

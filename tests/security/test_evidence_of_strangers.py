@@ -13,9 +13,11 @@ from tests.builder import build_header, role_keys
 from tests.node.coordinator_world import ANNA, COORDINATOR, ENGINE, ROOT, TRAINER, VALIDATOR, make_run
 from tests.node.dossiers_world import check
 from tests.node.ledger_world import command, rewritten
+from typer.testing import CliRunner
 
 from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
 from prime_node.broadcast.audit.ledger_file import export_ledger
+from prime_node.cli.main import app
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.dossier import BanStatement
@@ -206,13 +208,36 @@ def test_a_ban_by_a_former_key_whose_ring_the_file_leaves_out_fails_by_a_ledger(
     file = tmp_path / "case.jsonl"
     signed = (run.envelope, seal(ban, PayloadType.BAN, COORDINATOR))
     file.write_bytes(b"".join(one.to_bytes() + b"\n" for one in signed))
-    shown, later = rewritten(run, [], at_ms=9_000), make_run()
-    later.keys.add(ring_of(later))
-    shown.head = seal(shown.head.payload, PayloadType.LEDGER_HEAD, NEW)
-    asyncio.run(export_ledger(shown, later, tmp_path / "ledger.jsonl"))
     assert check(file, "--run", run.digest)[0] == 0
-    code, report = check(file, "--run", run.digest, "--ledger", str(tmp_path / "ledger.jsonl"))
+    code, report = check(file, "--run", run.digest, "--ledger", str(ledger_with_the_ring(tmp_path)))
     assert (code, report["fault"]) == (1, f"a statement is {FORMER}, and dated after it")
+
+
+def ledger_with_the_ring(folder: Path) -> Path:
+    """Export a ledger of the run after its key ring."""
+    run, file = make_run(), folder / "ledger.jsonl"
+    run.keys.add(ring_of(run))
+    shown = rewritten(run, [], at_ms=9_000)
+    shown.head = seal(shown.head.payload, PayloadType.LEDGER_HEAD, NEW)
+    asyncio.run(export_ledger(shown, run, file))
+    return file
+
+
+def test_a_contradiction_by_a_former_key_whose_ring_the_file_leaves_out_fails_by_a_ledger(tmp_path: Path) -> None:
+    """Before, a thief of a former key convicted an honest coordinator by such a file, and nothing could show it."""
+    run = make_run()
+    fields = {"status": BundleStatus.ACCEPTED, "reason": None, "step": 9, "at_ms": RING_AT_MS + 1}
+    receipt = refused(run, "1" * 64).model_copy(update=fields)
+    signed = (seal(lease_of(run), PayloadType.LEASE, COORDINATOR), seal(receipt, PayloadType.RECEIPT, COORDINATOR))
+    ledger, codes = ledger_with_the_ring(tmp_path), []
+    for name, rings in (("without", ()), ("with", (ring_of(run),))):
+        file = tmp_path / name
+        file.write_bytes(b"".join(one.to_bytes() + b"\n" for one in (run.envelope, *rings, *signed)))
+        for options in ([], ["--ledger", str(ledger)]):
+            arguments = ["evidence", "contradiction", str(file), "--run", run.digest, *options]
+            result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+            codes.append((result.exit_code, f"a statement is {FORMER}, and dated after it" in result.output))
+    assert codes == [(0, False), (1, True), (1, True), (1, True)]
 
 
 def audited(run: PinnedRun, head_key: SigningKey, head_ms: int, *, known: tuple[Envelope, ...] = ()) -> LedgerReport:

@@ -22,6 +22,7 @@ from tests.node.coordinator_world import (
 )
 from tests.node.validators_world import Scorer, validator_of
 
+from prime_node.coordinator.api.bundles import LOGPROBS_MAX
 from prime_node.ports.train_samples import Group
 from prime_node.training_data.feed import Feed
 from prime_node.validator.loop import run_validator as run_validator
@@ -145,6 +146,22 @@ async def test_logprobs_are_taken_from_validators_alone_for_bundles_that_wait() 
         stray = pack_logprobs(values, run="0" * 64, bundle=judging.task.bundle, key=VALIDATOR)
         await refused(world, ErrorCode.WRONG_RUN, "/v1/logprobs", stray)
         assert (await world.post("/v1/logprobs", good))[0] == 200
+
+
+async def test_a_validator_stores_few_logprobs_of_a_bundle_and_none_longer_than_it() -> None:
+    """Before, a stolen one filled the disk: each of any number stayed until the coordinator's next start."""
+    async with running(memory_parts(RUN)) as world:
+        judging, client = await judging_of(world), world.client(VALIDATOR)
+        bundle, most = judging.task.bundle, 2 * RUN.spec.sampling.completion_tokens_max
+        with pytest.raises(RemoteError, match=f"at most {most} completion tokens"):
+            await client.put_logprobs(bundle, np.full(most + 1, -1.0, np.float32))
+        values = [np.full(6, -float(number), np.float32) for number in range(LOGPROBS_MAX + 1)]
+        stored = [await client.put_logprobs(bundle, one) for one in values[:-1]]
+        with pytest.raises(RemoteError, match="are stored already"):
+            await client.put_logprobs(bundle, values[-1])
+        assert await client.put_logprobs(bundle, values[0]) == stored[0]
+        await judging.verdict(stored[-1])
+        assert logprobs_of(await trained(world)) == [(-float(LOGPROBS_MAX - 1),) * 3] * 2
 
 
 def test_a_trainer_takes_only_what_a_validator_signed_for_this_bundle() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +12,13 @@ import pytest
 from tests.node.coordinator_world import ANNA, BEN, VALIDATOR, make_parcel, make_run, memory_parts, running
 from tests.node.gateway_world import LISTENS, hearing
 from tests.node.link_world import BODY_BYTES_MAX, RawGateway, answering, linked, no_answer, raw_gateway
+from tests.node.newcomers_world import request
 
 from prime_node.adapters.link import link_server
+from prime_node.adapters.link.link_server import LOG_S
 from prime_node.adapters.link.sealed_frames import CODE_BYTES, HEAD_BYTES_MAX, FrameKind, LinkFrame
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
-from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall, HeldParcel
+from prime_node.ports.writer_link import ADMIT, SHED, ForwardedAnswer, ForwardedCall, HeldParcel
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.parcel import open_parcel
 
@@ -72,6 +76,56 @@ async def test_a_head_that_no_gateway_sends_reaches_no_endpoint(name: str) -> No
                 assert (frame.call, frame.head["code"]) == (1, "malformed")
                 return
     pytest.fail("the link has ended")
+
+
+CALLS = {
+    "a body of no endpoint": ForwardedCall(ADMIT, params={"num_bytes": "1"}),
+    "a body of an unknown endpoint": ForwardedCall(ADMIT, params={"path": "/v1/x", "num_bytes": "1"}),
+    "a body of an endpoint for readers": ForwardedCall(ADMIT, params={"path": "/v1/run", "num_bytes": "1"}),
+    "a body of no length": ForwardedCall(ADMIT, params={"path": "/v1/rollouts", "num_bytes": "-1"}),
+    "a body of endless length": ForwardedCall(ADMIT, params={"path": "/v1/rollouts", "num_bytes": "9" * 10_000}),
+    "refused requests that are no JSON": ForwardedCall(SHED, body=b"{"),
+    "refused requests that are no object": ForwardedCall(SHED, body=b"[1]"),
+    "refused requests of no kind": ForwardedCall(SHED, body=b'{"ALL":1}'),
+    "refused requests below zero": ForwardedCall(SHED, body=b'{"STRANGERS":-1}'),
+    "refused requests in words": ForwardedCall(SHED, body=b'{"STRANGERS":"1"}'),
+    "a path without its number": ForwardedCall("/v1/manifests/{policy_version}"),
+    "a path with another number": ForwardedCall("/v1/manifests/{policy_version}", params={"version": "1"}),
+    "a join of no key": ForwardedCall("/v1/join"),
+}
+
+
+async def test_calls_that_no_gateway_makes_are_refused_and_leave_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """Before, each left a traceback in the log, as fast as they came, and the last one let a worker without a key join."""
+    parts, server = hearing(memory_parts(make_run(), **LISTENS))
+    async with running(parts) as world, linked(server.port, world.run.digest) as link:
+        await world.learn_epoch()
+        for name, made in CALLS.items():
+            body = world.stamped(request()) if made.path == "/v1/join" else made.body
+            with pytest.raises(RemoteError) as error:
+                await link.ask(replace(made, body=body))
+            assert error.value.code is ErrorCode.MALFORMED, name
+        assert (await world.status())["workers"] == []
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_a_fault_of_the_coordinator_fills_no_log_however_often_a_gateway_makes_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def fail(call: ForwardedCall) -> ForwardedAnswer:
+        raise ZeroDivisionError
+
+    async with answering(fail) as port:
+        began_s = time.monotonic()
+        for _ in range(20):
+            async with linked(port) as link:
+                with pytest.raises(RemoteError, match="the error is in its log"):
+                    await link.ask(ForwardedCall("/v1/status"))
+        passed_s = time.monotonic() - began_s
+    for line in ("a call of a gateway", "is linked"):
+        assert 1 <= caplog.text.count(line) <= 1 + passed_s / LOG_S, line
 
 
 async def ended(gateway: RawGateway) -> bool:

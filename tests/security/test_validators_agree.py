@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from tests.node.coordinator_world import (
 )
 from tests.node.validators_world import SECOND, THIRD, keys_with
 
+from prime_node.adapters.prometheus_metrics import PrometheusMetrics
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.cli.run_status import RunStatus
 from prime_node.coordinator.agreement import RETRY_CHECKS, UNANSWERED_MAX, Agreement, Opinion
 from prime_protocol.check_policy import CheckPolicy
@@ -92,6 +95,20 @@ async def test_a_strike_is_given_once_a_second_validator_says_the_same() -> None
         await say(world, SECOND, second, FORGED)
         assert await outcome_of(world) == (FORGED, True)
         await status_with(world, 0)
+
+
+async def test_after_a_restart_the_first_validator_to_come_back_convicts_no_worker_alone() -> None:
+    """Before, it was the only one that the coordinator knew of: each restart let a stolen one ban whom it liked."""
+    parts = memory_parts(RUN)
+    async with running(parts) as world:
+        await at_work(world, SECOND)
+        await upload(world)
+    async with running(replace(parts, web=AiohttpServer(), metrics=PrometheusMetrics())) as world:
+        await say(world, VALIDATOR, await world.take_task(VALIDATOR), FORGED)
+        assert await outcome_of(world) == ("pending", False)
+        await say(world, SECOND, await world.take_task(SECOND))
+        await say(world, THIRD, await world.take_task(THIRD))
+        assert await outcome_of(world) == ("accepted", False)
 
 
 async def test_two_that_contradict_each_other_are_named_and_no_worker_is_banned(

@@ -5,6 +5,7 @@ One envelope a line: the RunSpec, the key rings in order, the lease, the receipt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from prime_node.cli.dossier_file import open_lines, read_dossier_part
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
 from prime_protocol.contradiction import contradiction
-from prime_protocol.envelope import PayloadType, parse_json
+from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun, open_run_spec
@@ -32,8 +33,10 @@ class FalseStatement:
     """Statements by former keys, as text for people."""
 
 
-def read_contradiction(path: Path, *, pinned: str | None) -> FalseStatement:
-    """Read and check a file. Raises LocalError for disk errors, and RemoteError if it does not prove a false statement.
+def read_contradiction(path: Path, *, pinned: str | None, rings: Sequence[Envelope] = ()) -> FalseStatement:
+    """Read and check a file. `rings` are key rings of the run that the file may lack.
+
+    Raises LocalError for disk errors, and RemoteError if it does not prove a false statement.
 
     A receipt that accepts no bundle repeats what the worker's bundle says of itself, so only its date is a statement of the
     coordinator. A receipt of another lease is no proof either: the file does not show which lease the bundle answers.
@@ -45,9 +48,9 @@ def read_contradiction(path: Path, *, pinned: str | None) -> FalseStatement:
     envelopes = open_lines(data)
     if len(envelopes) < 3:
         raise RemoteError(ErrorCode.MALFORMED, "expected a RunSpec, key rings, a lease and a receipt")
-    first, *rings, signed_lease, signed_receipt = envelopes
+    first, *own_rings, signed_lease, signed_receipt = envelopes
     run = open_run_spec(first, pinned=pinned or first.digest)
-    for ring in rings:
+    for ring in (*own_rings, *rings[len(own_rings) :]):
         run.keys.add(ring)
     lease = parse_json(run.keys.verify_kept(signed_lease, PayloadType.LEASE, Role.COORDINATOR), Lease)
     receipt = parse_json(run.keys.verify_kept(signed_receipt, PayloadType.RECEIPT, Role.COORDINATOR), Receipt)

@@ -182,6 +182,10 @@ def evidence_verify(
 def evidence_contradiction(
     file: Annotated[Path, typer.Argument(help="A worker's contradiction-LEASE.jsonl.")],
     run: ExpectedRun = None,
+    ledger: Annotated[
+        str | None,
+        typer.Option(help="Exported ledger, join link or URL: its key rings count too, which the file may leave out."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that a coordinator contradicts itself.
@@ -199,8 +203,11 @@ def evidence_contradiction(
     found, fault = None, ""
     try:
         found = read_contradiction(file, pinned=run)
+        if ledger is not None:
+            rings = asyncio.run(_rings_of(ledger, found.run.digest))
+            found = read_contradiction(file, pinned=run, rings=rings)
     except RemoteError as error:
-        fault = error.detail
+        found, fault = None, error.detail
     if as_json:
         shown = (
             {"run": found.run.digest, "worker": found.receipt.worker, "bundle": found.receipt.bundle} if found else {}

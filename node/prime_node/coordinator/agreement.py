@@ -1,5 +1,7 @@
 """Agreement of validators on the same bundle. Soft state: after a restart, pending bundles are judged from the start.
 
+For two check times after it, convictions wait for all validators of the run: the first to come back convicts no worker alone.
+
 A verdict that would be a strike, or whose evidence would ban its worker, is held while another validator of the same engine
 class is active. That validator judges the bundle too. (Different arithmetic may see less without a contradiction.) If both
 convict, the verdict is final. If they contradict each other, a third validator decides; without one the bundle is unverifiable,
@@ -135,6 +137,14 @@ class Agreement:
     _classes: dict[str, str] = field(default_factory=dict)
     """Validator -> class of its engine that its evidence claims; empty once it has claimed another one."""
     _pairs: ValidatorPairs = field(default_factory=ValidatorPairs)
+    _expected: tuple[str, ...] = ()
+    """Validators that were at work before a restart, as far as is known, ..."""
+    _expected_until_s: float = 0.0
+    """... and the time until which convictions wait for them."""
+
+    def expect(self, validators: Collection[str], now_s: float) -> None:
+        """Wait for these validators after a restart, whether or not they come back."""
+        self._expected, self._expected_until_s = tuple(validators), now_s + 2 * self.check_s
 
     def heard(self, validator: str, now_s: float, result: CheckResultRequest | None = None) -> None:
         """Record that a validator asked for work, or answered with `result` for a bundle that it was handed.
@@ -319,7 +329,8 @@ class Agreement:
     def _to_confirm(self, first: str, now_s: float) -> list[str]:
         """Return the validators that a conviction by this one waits for. Start the next interval for one whose retry is due."""
         found = []
-        for validator in self.others(first, now_s):
+        expected = [one for one in self._expected if one != first and now_s < self._expected_until_s]
+        for validator in dict.fromkeys((*self.others(first, now_s), *expected)):
             silence = self._silent.get(validator)
             if silence is None or silence.in_a_row < UNANSWERED_MAX:
                 found.append(validator)

@@ -150,6 +150,8 @@ class Coordinator:
         notifications, presence = Notifications(clock), Presence(heartbeat_s=run.spec.heartbeat_seconds)
         checks = CheckQueue(check_s=check_s, attempts_max=config.check_attempts_max)
         agreement = Agreement(check_s, run.checks.validator_classes)
+        if journal.number:  # a restart, or another coordinator's successor
+            agreement.expect(run.keys.current.validator, clock.monotonic_s())
         pairs = CalibratedPairs(run, agreement)
         evaluations = Evaluations(config.evaluation, assigner, rollouts_per_group=run.spec.rollouts_per_group)
         decisions = Decisions(

@@ -34,6 +34,7 @@ from prime_node.adapters.link.sealed_frames import (
     is_proof,
     proof,
 )
+from prime_node.adapters.web.shares import Turns
 from prime_node.ports.writer_link import AnswerCall, ForwardedAnswer
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
@@ -43,8 +44,8 @@ log = logging.getLogger(__name__)
 HANDSHAKE_S = 5.0
 STRANGERS_MAX = 16
 """Connections that have not proved the secret yet."""
-STRANGERS_LOG_S = 1.0
-"""Shortest time between two lines of the log about them."""
+LOG_S = 1.0
+"""Shortest time between two lines of the log about strangers, about the links of one address, or with a traceback."""
 SILENT_S_MAX = 5.0
 """Seconds without a frame, after which a link is cut; gateways say that they are alive more often."""
 UNSENT_BYTES_MAX = 2**28
@@ -77,7 +78,7 @@ class LinkServer:
         self.num_calls, self.held_bytes = Counter[str](), Counter[str]()
         """Calls in progress and their bytes, by the address of the gateway."""
         self._server: asyncio.Server | None = None
-        self._said_s = -STRANGERS_LOG_S
+        self._lines = Turns(per_second=1.0 / LOG_S, burst=1.0)
 
     async def start(
         self,
@@ -151,13 +152,9 @@ class LinkServer:
             if not counted[address]:
                 del counted[address]
 
-    def may_log(self, link: _Link, now_s: float) -> bool:
-        """Return whether the end of a connection is logged: each of a gateway, and a few of strangers."""
-        if not link.is_proven:
-            if now_s < self._said_s + STRANGERS_LOG_S:
-                return False
-            self._said_s = now_s
-        return True
+    def may_log(self, what: str, now_s: float) -> bool:
+        """Return whether a line of this kind is logged: a few of each, so that neither strangers nor gateways fill the log."""
+        return self._lines.try_take(what, now_s)
 
 
 class _Link(asyncio.Protocol):
@@ -244,7 +241,7 @@ class _Link(asyncio.Protocol):
     def cut(self, reason: str) -> None:
         """End the connection."""
         if self._transport is not None:
-            if self._server.may_log(self, self._loop.time()):
+            if self._server.may_log(f"end {self.address}" if self.is_proven else "strangers", self._loop.time()):
                 log.warning("link of a gateway at %s: %s", self._transport.get_extra_info("peername"), reason)
             self._server.links.pop(self, None)
             self._transport.abort()
@@ -270,7 +267,8 @@ class _Link(asyncio.Protocol):
         self._timer.cancel()
         self._look()
         assert self._transport is not None
-        log.info("a gateway at %s is linked", self._transport.get_extra_info("peername"))
+        if self._server.may_log(self.address, self._loop.time()):
+            log.info("a gateway at %s is linked", self._transport.get_extra_info("peername"))
         return bytes(self._shaking[needed:])
 
     def _look(self) -> None:
@@ -327,7 +325,8 @@ class _Link(asyncio.Protocol):
         except RemoteError as error:
             self._send(LinkFrame(FrameKind.FAULT, number, fault_head(error)))
         except Exception:
-            log.exception("a call of a gateway")
+            if self._server.may_log("calls", self._loop.time()):
+                log.exception("a call of a gateway")
             internal = RemoteError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log")
             self._send(LinkFrame(FrameKind.FAULT, number, fault_head(internal)))
         finally:

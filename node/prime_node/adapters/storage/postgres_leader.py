@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import threading
 import time
@@ -31,11 +32,14 @@ from prime_protocol.errors import LocalError, TransientFault
 
 TERM_SECONDS = 2.0
 """Default length of a term without a renewal."""
+EPOCHS_APART = 2**32
+"""Most by which the next epoch is greater, at random. So no term has the number of one that a database lost which went back: a
+failover to an older copy would give two leaders the same."""
 PATIENCE_SECONDS = 60.0
 """Time to begin a term, longer than the longest one, where the coordinator does not stand by."""
 _LOOK = "SELECT epoch, holder, renewals, term_ms FROM leader"
 _BEGIN = (
-    "UPDATE leader SET epoch = epoch + 1, renewals = renewals + 1, holder = $3, term_ms = $4"
+    "UPDATE leader SET epoch = epoch + $5, renewals = renewals + 1, holder = $3, term_ms = $4"
     " WHERE epoch = $1 AND renewals = $2 RETURNING epoch"
 )
 _RENEW = "UPDATE leader SET renewals = renewals + 1 WHERE epoch = $1 RETURNING epoch"
@@ -132,7 +136,9 @@ class TermKeeper:
                         "copy of the database, and check who may write there"
                     ) from None
                 except _FAULTS as error:
-                    log.warning("%s does not answer about the coordinators' term: %s", self._place, error or "too late")
+                    log.warning(
+                        "%s does not answer about the coordinators' term: %s", self._place, str(error) or "too late"
+                    )
                     if connection is not None:
                         connection.terminate()
                     connection = None
@@ -163,7 +169,9 @@ class TermKeeper:
         row = TermRow(*found)
         if self._watched.is_over(row, asked_s=asked_s, seen_s=now_s()):
             sent_s = now_s()
-            epoch = await connection.fetchval(_BEGIN, row.epoch, row.renewals, self.holder, round(1_000 * self._term_s))
+            by = 1 + secrets.randbelow(EPOCHS_APART)
+            held_ms = round(1_000 * self._term_s)
+            epoch = await connection.fetchval(_BEGIN, row.epoch, row.renewals, self.holder, held_ms, by)
             if epoch is not None:
                 held = HeldTerm(self._term_s, epoch)
                 held.renewed(sent_s=sent_s)

@@ -2,7 +2,7 @@
 
 One connection writes: `append` is one call of a function in the database, so one round trip and one commit. A pool reads.
 
-Two coordinators never write to one database. One leads for a term, which it renews (postgres_leader.py). Each term has the next
+Two coordinators never write to one database. One leads for a term, which it renews (postgres_leader.py). Each term has a greater
 epoch, and every write requires the present one. So a coordinator that lost its term without its notice writes nothing after
 another one has begun.
 

@@ -16,6 +16,8 @@ A worker's limits then grow with its record (state/newcomers.py).
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from dataclasses import dataclass
 
@@ -36,8 +38,15 @@ from prime_protocol.replies import JoinReply
 from prime_protocol.requests import JoinRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.telemetry import Hardware
+from prime_protocol.visible import number_of
+
+log = logging.getLogger(__name__)
 
 ROOM_RETRY_S = 60.0
+CROWD = 16
+"""New workers of one network, of which the log says how to lift their limits."""
+SAY_CROWDED_S = 600.0
+"""Shortest time between two of these lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +80,7 @@ class WorkerAdmission:
     assigner: Assigner
     presence: Presence
     persons: PersonRules
+    _said_s: float = -math.inf
 
     async def admit_worker(self, signer: str, request: JoinRequest, *, address: str) -> JoinReply:
         """Let a worker join, or start again with the same key. Raise RemoteError."""
@@ -101,10 +111,12 @@ class WorkerAdmission:
                     "the run has reached its limit of workers; wait until one leaves",
                     retry_after_s=ROOM_RETRY_S,
                 )
-            if network and newcomers.num_active(state, network) >= joining.workers_per_network_max:
+            if network and (num := newcomers.num_active(state, network)) >= joining.workers_per_network_max:
+                self._say_crowded(address, f"has {number_of(num, 'worker')}, which is the limit, and further ones wait")
                 raise RemoteError(
                     ErrorCode.TOO_MANY_REQUESTS,
-                    "your network has reached its limit of workers; wait until one leaves",
+                    f"your network has {number_of(num, 'worker')} here, which is the limit; wait until one leaves, or ask the "
+                    "run's operator to raise coordinator.workers_per_network_max or to trust your network",
                     retry_after_s=ROOM_RETRY_S,
                 )
         if network and not is_known and (pause_ms := newcomers.pause_ms(state, network, self.clock.now_ms())):  # (5)
@@ -130,12 +142,25 @@ class WorkerAdmission:
             )
         )
         self.presence.heard(signer, self.clock.monotonic_s())
+        if network and (num := state.networks[network].newcomers) >= CROWD:
+            self._say_crowded(address, f"has {num} new workers, which together hold the leases of one")
         return JoinReply(
             step=state.current_step,
             head=state.head,
             server_time_ms=self.clock.now_ms(),
             notice=self._notice(request),
         )
+
+    def _say_crowded(self, address: str, what: str) -> None:
+        """Tell the operator from time to time how to lift the limits of a network."""
+        now_s = self.clock.monotonic_s()
+        if now_s >= self._said_s + SAY_CROWDED_S:
+            self._said_s = now_s
+            log.warning(
+                "network %s %s: if you know whose machines they are, add their address to coordinator.trusted_networks",
+                prefix_of(address),
+                what,
+            )
 
     def name_of_network(self, address: str) -> str:
         """Return a keyed hash of the network of an address; empty for a network that the operator trusts."""

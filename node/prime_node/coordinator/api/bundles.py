@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from prime_node.coordinator.agreement import Agreement
@@ -20,7 +20,7 @@ from prime_protocol.copies import share_text
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.judged_logprobs import open_logprobs
+from prime_protocol.judged_logprobs import LogprobsHeader, open_logprobs
 from prime_protocol.limits import Limits
 from prime_protocol.parcel import open_parcel
 from prime_protocol.requests import BundleRequest, CheckResultRequest
@@ -29,6 +29,8 @@ from prime_protocol.run_spec import PinnedRun, RunSpec
 
 log = logging.getLogger(__name__)
 
+LOGPROBS_MAX = 4
+"""Different logprobs of one bundle that are stored: a validator that starts again may compute others."""
 READS_MAX = 16
 """Stored bundles that one check reads at once. Each may take rollout_bytes_max bytes of memory."""
 
@@ -45,6 +47,8 @@ class BundleStorage:
     agreement: Agreement
     bundles: Blobs
     archived: Blobs
+    _logprobs: dict[str, set[str]] = field(default_factory=dict)
+    """Digests of the logprobs that were stored for each bundle that waits for a verdict."""
 
     async def read(self, signer: str, request: BundleRequest) -> bytes:
         """Return the bytes of any bundle to a validator or the trainer, and of one that was trained on to an auditor."""
@@ -96,9 +100,28 @@ class BundleStorage:
                 bytes_max=self.run.spec.limits.rollout_bytes_max,
             )
         require_holder(self.checks, signer, header.bundle)
+        digest = digest_of(parcel)
         if header.bundle in self.agreement.looks:  # another validator's are stored already
-            return {"digest": digest_of(parcel)}
-        return {"digest": await self.bundles.put(parcel, digest=digest_of(parcel))}
+            return {"digest": digest}
+        self._require_few(header, digest)
+        return {"digest": await self.bundles.put(parcel, digest=digest)}
+
+    def _require_few(self, header: LogprobsHeader, digest: str) -> None:
+        """Check that logprobs fit their bundle, and that few were stored for it: nothing deletes those that no verdict names.
+
+        Raise RemoteError.
+        """
+        if (pending := self.decisions.state.bundles.get(header.bundle)) is None:
+            raise RemoteError(ErrorCode.NOT_FOUND, f"bundle {header.bundle[:12]} waits for no verdict")
+        most = tokens_max(pending, self.run.spec)
+        if header.num_tokens > most:
+            raise RemoteError(ErrorCode.WRONG_TYPE, f"a bundle of this lease has at most {most} completion tokens")
+        stored = self._logprobs.setdefault(header.bundle, set())
+        if digest not in stored and len(stored) >= LOGPROBS_MAX:
+            raise RemoteError(ErrorCode.TOO_LARGE, f"{LOGPROBS_MAX} other logprobs of this bundle are stored already")
+        stored.add(digest)
+        for settled in [bundle for bundle in self._logprobs if bundle not in self.decisions.state.bundles]:
+            del self._logprobs[settled]
 
     async def require_logprobs(self, pending: PendingBundle, signer: str, request: CheckResultRequest) -> None:
         """Check the logprobs of a verdict, so that the trainer gets nothing that it would stop at. Raise RemoteError."""
@@ -152,6 +175,11 @@ def _rollouts_in(parcel: bytes, bounds: Limits) -> Rollouts:
     opened = open_parcel(parcel, body_bytes_max=bounds.rollout_bytes_max)
     header = parse_json(opened.envelope.payload, RolloutHeader)
     return parse_body(header, opened.body, bounds)
+
+
+def tokens_max(pending: PendingBundle, spec: RunSpec) -> int:
+    """Return the most completion tokens that a bundle can have."""
+    return pending.num_rollouts * spec.turns_max * spec.sampling.completion_tokens_max
 
 
 def require_holder(checks: CheckQueue, signer: str, bundle: str) -> None:

@@ -7,15 +7,25 @@ role, epoch, time, nonce and rates, so that a request works once, at whichever g
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
 
 from prime_node.coordinator.api.body_checks import BodyChecks
 from prime_node.coordinator.api.requests import sender_of
 from prime_node.coordinator.api.routes import ServedEndpoint
 from prime_node.ports.web import BodyAdmission, BodyShare, CallerBounds, Importance, Request, Response, Sender
 from prime_node.ports.writer_link import ADMIT, SHED, ForwardedAnswer, ForwardedCall
+from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
 
+_NAMES, _NUMBER = re.compile(r"\{(\w+)\}"), re.compile(r"[0-9]{1,15}")
+"""Names of the parameters in a path, and a number of bytes."""
+_Kind = Literal["STRANGERS", "HEARTBEATS", "NEW_WORK", "FINISHED_WORK", "ALWAYS"]
+_COUNTS = TypeAdapter(dict[_Kind, Annotated[int, Field(strict=True, ge=0, le=limits.COUNT_MAX)]])
+"""What a gateway has refused, by importance."""
 Overload = Callable[[str, Callable[[], Sender | None]], RemoteError | None]
 """Function that returns the error for a path and a sender, if the coordinator refuses them for load now."""
 
@@ -39,6 +49,8 @@ class ForwardedCalls:
         endpoint = self._served.get(call.path)
         if endpoint is None:
             raise RemoteError(ErrorCode.NOT_FOUND, f"this coordinator has no endpoint {call.path[:100]}")
+        if set(call.params) != set(_NAMES.findall(call.path)) or (endpoint.endpoint.message and not call.signer):
+            raise _malformed()
         self._require_room(call)
         vouched: list[Sender | None] = []
         response = await endpoint.handle(_request_of(call, vouched), call)
@@ -54,22 +66,32 @@ class ForwardedCalls:
 
     def _admit(self, call: ForwardedCall) -> ForwardedAnswer:
         """Decide on a body that the gateway has not read yet."""
-        endpoint, vouched = self._served[call.params["path"]].endpoint, list[Sender | None]()
-        assert endpoint.caller is not None
+        served, size = self._served.get(call.params.get("path", "")), call.params.get("num_bytes", "")
+        vouched: list[Sender | None] = []
+        if served is None or (caller := served.endpoint.caller) is None or not _NUMBER.fullmatch(size):
+            raise _malformed()
         admission = self._bodies.admit_claim(
             _request_of(call, vouched),
-            int(call.params["num_bytes"]),
-            action=endpoint.action,
-            caller=endpoint.caller,
+            int(size),
+            action=served.endpoint.action,
+            caller=caller,
             signer=call.signer,
         )
         response = Response(admission_to_json(admission))
         return ForwardedAnswer(response, vouched[-1] if vouched else None, is_vouched=bool(vouched))
 
     def _note_refused(self, call: ForwardedCall) -> ForwardedAnswer:
-        for name, count in json.loads(call.body).items():
+        try:
+            counted = _COUNTS.validate_json(call.body)
+        except ValueError:
+            raise _malformed() from None
+        for name, count in counted.items():
             self._bounds.refused(Importance[name], count)
         return ForwardedAnswer(Response(status=204))
+
+
+def _malformed() -> RemoteError:
+    return RemoteError(ErrorCode.MALFORMED, "a call that no gateway makes")
 
 
 def _request_of(call: ForwardedCall, vouched: list[Sender | None]) -> Request:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from prime_node.coordinator.agreement import Agreement, Contradiction, Opinion
-from prime_node.coordinator.api.bundles import BundleStorage, require_holder
+from prime_node.coordinator.api.bundles import BundleStorage, require_holder, tokens_max
 from prime_node.coordinator.api.leasing import note_failed
 from prime_node.coordinator.api.receipts import ReceiptLists
 from prime_node.coordinator.assignments import Assigner
@@ -209,7 +209,7 @@ class Judging:
         if not all(abs(reward) <= REWARD_MAX for reward in request.rewards):
             raise RemoteError(ErrorCode.WRONG_TYPE, f"a reward is above {REWARD_MAX:g} in magnitude")
         sizes = [one.num_tokens for one in (() if request.evidence is None else request.evidence.sums.values())]
-        most = pending.num_rollouts * self.run.spec.turns_max * self.run.spec.sampling.completion_tokens_max
+        most = tokens_max(pending, self.run.spec)
         if max(request.num_tokens, *sizes, 0) > most:
             raise RemoteError(ErrorCode.WRONG_TYPE, f"a bundle of this lease has at most {most} completion tokens")
         if request.versions and len(request.versions) != len(pending.lease.slots):

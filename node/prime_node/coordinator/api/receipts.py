@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,11 +14,15 @@ from prime_node.coordinator.state.effects import Settled
 from prime_node.ports.store import Store, StoredReceipt
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json, seal
+from prime_protocol.errors import RemoteError
 from prime_protocol.identity import SigningKey
+from prime_protocol.key_ring import Role
 from prime_protocol.replies import ReceiptList
 from prime_protocol.requests import ReceiptsRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt, Verdict
+
+log = logging.getLogger(__name__)
 
 RECEIPTS_MAX = 256
 """Receipts in one answer."""
@@ -45,7 +50,8 @@ class ReceiptLists:
         found, cursor = await self.store.receipts_of(
             signer, after=request.after, limit=RECEIPTS_MAX, chars_max=RECEIPTS_CHARS_MAX
         )
-        return ReceiptList(receipts=tuple(self._by_todays_key(receipt.envelope) for receipt in found), next=cursor)
+        signed = (self._by_todays_key(receipt.envelope) for receipt in found)
+        return ReceiptList(receipts=tuple(filter(None, signed)), next=cursor)
 
     def release_escrows(self) -> None:
         """Release the escrow of all workers whose bundles are judged, at the end of the run."""
@@ -71,10 +77,18 @@ class ReceiptLists:
                 return ev.Replaced(bundle, None if stored is None else _opened(stored).evidence)
 
     def _by_todays_key(self, receipt: str) -> str:
-        """Sign a receipt again if it is older than our key: workers reject the signature of an expired key."""
+        """Sign a receipt again if it is older than our key: workers reject the signature of an expired key.
+
+        Return an empty text if no key of ours signed it: who can write in the store must not get a signature.
+        """
         envelope = open_envelope(receipt.encode()) if self.run.keys.version else None
         if envelope is None or envelope.sole_signer() == self.key.key_id:
             return receipt
+        try:
+            self.run.keys.verify_kept(envelope, PayloadType.RECEIPT, Role.COORDINATOR)
+        except RemoteError as error:
+            log.error("a receipt in the store is not the coordinator's, check who may write there: %s", error)
+            return ""
         return seal(envelope.payload, PayloadType.RECEIPT, self.key).to_bytes().decode()
 
 
