@@ -24,7 +24,7 @@ FLOORS = (
     {"broadcast"},
     {"training_data", "algo", "envs"},
     {"config", "folder_lock", "keyfile", "observe", "other_programs", "patience", "traces"},
-    {"at_desk", "files", "memory", "pages", "power", "scratch"},
+    {"at_desk", "fair_places", "files", "memory", "pages", "power", "scratch"},
     {"inside"},
     {"ports"},
     {"carrier"},

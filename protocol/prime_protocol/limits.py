@@ -211,6 +211,8 @@ PEER_STALL_S_MAX = 20.0
 """Time for which a request or reply that has begun may make no progress before its stream is reset."""
 PEER_CONNECTIONS_MAX = 512
 """Links of one peer, in both directions; a relay's or a coordinator's configuration may allow more."""
+PEER_CONNECTIONS_INBOUND_MAX = 448
+"""Those of them that others may dial. Then a link of the network with most ends for one of a network with fewer."""
 PEER_CONNECTIONS_NETWORK_MAX = 128
 """Inbound links of one peer from one network."""
 PEER_LINKS_MAX = 4

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -256,6 +258,25 @@ async def test_an_engine_that_computes_something_else_is_loaded_again_and_then_u
     world.stop_when(lambda: world.coordinator.accepted >= 1)
     assert await run_worker(world.worker(TableEngine(loads_that_fail=1)), world.stop) is Ending.STOPPED
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
+
+
+async def test_no_bundle_is_signed_with_logprobs_that_are_no_numbers(tmp_path: Path) -> None:
+    """Before, a fault of the memory, or a policy that overflows on a prompt, was a strike for `malformed` at each such lease."""
+    world = WorkerWorld(tmp_path)
+    faults = [math.nan, math.inf, -math.inf]
+
+    class Overflowing(TableEngine):
+        async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+            first, *others = await super().generate(requests, sampling)
+            if world.coordinator.leases and faults:
+                first = replace(first, logprobs=(*first.logprobs[:-1], faults.pop()))
+            return [first, *others]
+
+    world.stop_when(lambda: world.coordinator.accepted >= 2)
+    assert await run_worker(world.worker(Overflowing()), world.stop) is Ending.STOPPED
+    assert not faults
+    assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
+    assert len(world.coordinator.returned) >= 3
 
 
 async def test_an_engine_that_keeps_computing_something_else_ends_the_worker_without_an_upload(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import signal
@@ -53,6 +54,42 @@ def mapped_memory(size: str) -> str:
     for place in range(0, int(size), 4_096):
         held[place] = 1
     return "held"
+
+
+def hidden_memory(size: str) -> str:
+    """Take memory in ways that a limit on private writable memory does not count."""
+    step, libc = 2**28, ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+
+    def mapped(flags: int, descriptor: int = -1) -> int:
+        place = libc.mmap(None, ctypes.c_size_t(step), 3, flags, descriptor, ctypes.c_long(0))
+        if place == 2**64 - 1:
+            raise OSError(ctypes.get_errno(), "mmap")
+        return int(place)
+
+    def read_only() -> None:
+        place = mapped(0x22)
+        assert libc.mprotect(ctypes.c_void_p(place), ctypes.c_size_t(step), 1) == 0
+
+    def file_in_memory() -> None:
+        memory = os.memfd_create("bomb")
+        assert os.write(memory, b"x") == 1
+
+    worked = []
+    ways = {
+        "shared": lambda: mapped(0x21),
+        "read-only": read_only,
+        "stack": lambda: mapped(0x122),
+        "memory file": file_in_memory,
+    }
+    for name, way in ways.items():
+        try:
+            for _ in range(int(size) // step):
+                way()
+            worked.append(name)
+        except OSError:
+            continue
+    return f"worked {worked}"
 
 
 def file_bomb(path: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from reasoning_gym.factory import DATASETS
 from tests.node.validator_world import RUN, LetterTokenizer, generate, make_lease
-from tests.security.hostile_world import BOUNDS, running
+from tests.security.hostile_world import BOUNDS, running, tried
 from tests.time_world import until
 
 from prime_node.adapters.environments.child import EnvironmentFailed
@@ -173,6 +173,17 @@ def test_the_process_of_an_answer_reaches_nothing_of_the_next(tmp_path: Path, is
             allowed = {"start a process", "start a thread"} if os.geteuid() == 0 and not isolated else set()
             assert set(ast.literal_eval(report)) <= allowed, raised.value
             assert world.score(0, "right", finished=True) == 1.0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limits are Linux's")
+@pytest.mark.parametrize("isolated", [True, False])
+def test_an_answer_takes_no_memory_that_no_limit_counts(tmp_path: Path, isolated: bool) -> None:
+    """Before, one answer could fill the machine: shared, read-only and stack memory counts in no limit on private memory."""
+    settings = BOUNDS.model_copy(update={"unsafe_grade_together": False})
+    with running(tmp_path, isolated=isolated, settings=settings) as world:
+        for _ in range(2):
+            assert tried(world, "hidden_memory", str(2 * BOUNDS.memory_bytes_max)).endswith("did: worked []")
+        assert world.score(0, "right", finished=True) == 1.0
 
 
 class Scorer:

@@ -260,6 +260,12 @@ def test_bombs_are_bounded(inside: ProcessEnvironment, probe: str, argument: str
     assert tried(inside, "read", "/dev/null") == "did:", "and it goes on"
 
 
+def test_environments_end_first_when_memory_runs_out(inside: ProcessEnvironment) -> None:
+    """Code that wants to can take all memory: limits count private memory, of one process."""
+    assert tried(inside, "read", "/proc/self/oom_score_adj").startswith("did: 1000")
+    assert tried(inside, "write", "/proc/self/oom_score_adj").startswith("refused: PermissionError")
+
+
 def test_a_fork_bomb_is_bounded(inside: ProcessEnvironment) -> None:
     if not is_isolated(inside):
         pytest.skip("root's processes have no bound without namespaces")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -14,6 +15,7 @@ from libp2p.abc import IHost
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.host.exceptions import StreamFailure
 from libp2p.kad_dht.common import PROTOCOL_ID
+from libp2p.kad_dht.kad_dht import _encode_key
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
 from libp2p.network.stream.exceptions import StreamError
 from libp2p.peer.id import ID
@@ -28,6 +30,7 @@ from prime_node.adapters.peers.libp2p_bounds import PEER_ID_BYTES_MAX, TABLE_MES
 from prime_node.adapters.peers.libp2p_hints import Hints
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_protocol import limits
+from prime_protocol.digest import digest_of
 from prime_protocol.identity import SigningKey
 
 
@@ -38,14 +41,7 @@ def on_trio(talk: Callable[[IHost, IHost, IHost], Awaitable[None]]) -> None:
         ours = make_host(SigningKey(bytes([1]) * 32), PeerSettings())
         stranger, honest = (new_host(key_pair=create_new_key_pair(bytes([number]) * 32)) for number in (2, 3))
         seen = {str(stranger.get_id()): ["198.51.100.7"], str(honest.get_id()): ["203.0.113.7"]}
-        hints = Hints(
-            ours,
-            run="a" * 64,
-            private=False,
-            hosts_of=lambda peer: seen.get(peer, []),
-            choose=lambda addresses: addresses,
-            proven=lambda peer, addresses: list(addresses),
-        )
+        hints = hints_of(ours, seen)
         with trio.fail_after(20):
             async with (
                 ours.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]),
@@ -61,6 +57,24 @@ def on_trio(talk: Callable[[IHost, IHost, IHost], Awaitable[None]]) -> None:
                     await peer.get_network().close_peer(ours.get_id())
 
     trio.run(bounded)
+
+
+def hints_of(host: IHost, seen: dict[str, list[str]]) -> Hints:
+    """The part of a host in the table, to which peers' links come from these addresses."""
+    return Hints(
+        host,
+        run="a" * 64,
+        private=False,
+        hosts_of=lambda peer: seen.get(peer, []),
+        choose=lambda addresses: addresses,
+        proven=lambda peer, addresses: list(addresses),
+    )
+
+
+def named(number: int, host: str) -> PeerInfo:
+    """A provider that answers at this address."""
+    key = create_new_key_pair(number.to_bytes(32, "big"))
+    return PeerInfo(ID.from_pubkey(key.public_key), [Multiaddr(f"/ip4/{host}/tcp/4001")])
 
 
 async def ask(asker: IHost, asked: IHost) -> Message:
@@ -139,7 +153,72 @@ def test_the_table_keeps_no_signed_record_and_few_addresses_of_a_peer(monkeypatc
             for number in range(6)
         ]
         providers = [list(answer.providerPeers) for answer in answers if answer is not None]
-        assert [len(peers) for peers in providers] == [0, 0, 1, 1, 1, 1], "the oldest digests are dropped"
-        assert len(providers[5][0].addrs) <= limits.PEER_ADDRESSES_MAX + 1
+        assert [len(peers) for peers in providers] == [1, 1, 1, 1, 0, 0], (
+            "no network drops a digest for another of its own"
+        )
+        assert len(providers[3][0].addrs) <= limits.PEER_ADDRESSES_MAX + 1
 
     on_trio(talk)
+
+
+def test_records_of_one_network_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, twenty keys at one address kept others out of a digest for two days, and 4,096 digests ended all others."""
+    monkeypatch.setattr(libp2p_hints, "KEYS_MAX", 8)
+    seen: dict[str, list[str]] = {}
+    store = hints_of(make_host(SigningKey(bytes([1]) * 32), PeerSettings()), seen).table.provider_store
+
+    def add(digest: bytes, number: int, host: str) -> str:
+        provider = named(number, host)
+        seen[str(provider.peer_id)] = [host]
+        store.add_provider(digest, provider)
+        return str(provider.peer_id)
+
+    def providers(digest: bytes) -> set[str]:
+        return {str(one.peer_id) for one in store.get_providers(digest)}
+
+    flood = [add(b"run", number, f"93.184.216.{number}") for number in range(1, 41)]
+    assert len(providers(b"run")) == 20
+    honest = {add(b"run", 100 + number, f"1.1.{number}.1") for number in range(10)}
+    assert providers(b"run") == honest | set(flood[:10]), "the newest records of the network with most make room"
+    for number in range(1, 41):
+        add(b"junk" + bytes([number]), number, f"93.184.216.{number}")
+    add(b"other", 200, "8.8.8.8")
+    assert providers(b"other")
+    assert honest < providers(b"run")
+
+
+def test_no_record_that_a_stranger_left_here_ends_a_search_and_no_answer_fills_it() -> None:
+    """Before, a host that had any record of a digest, its own included, asked no other peer."""
+
+    async def talk() -> None:
+        seen: dict[str, list[str]] = {}
+        hosts = [make_host(SigningKey(bytes([number]) * 32), PeerSettings()) for number in (1, 2, 3)]
+        ours, honest, liar = hosts
+        parts = [hints_of(host, seen) for host in hosts]
+        key = _encode_key(digest_of(f"{'a' * 64} {'d' * 64}".encode()))
+        friend = named(100, "1.1.1.1")
+        parts[1].table.provider_store.add_provider(key, friend)
+        for number in range(20):
+            lie = named(200 + number, f"93.{number}.0.1")
+            seen[str(lie.peer_id)] = [f"93.{number}.0.1"]
+            parts[2].table.provider_store.add_provider(key, lie)
+        parts[0].table.provider_store.add_provider(key, named(300, "8.8.8.8"))
+        parts[0].table.provider_store.add_provider(key, PeerInfo(ours.get_id(), [Multiaddr("/ip4/8.8.4.4/tcp/1")]))
+        async with AsyncExitStack() as stack:
+            for host, part in zip(hosts, parts, strict=True):
+                await stack.enter_async_context(host.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]))
+                await stack.enter_async_context(background_trio_service(part.table))
+            for other in (honest, liar):
+                await ours.connect(PeerInfo(other.get_id(), other.get_transport_addrs()))
+                assert await parts[0].table.add_peer(other.get_id())
+            found = [hint.peer for hint in await parts[0].providers("d" * 64)]
+            assert str(friend.peer_id) in found[:3]
+            assert len(found) == 1 + libp2p_hints.OF_ONE_ANSWER_MAX + 1
+            for other in (honest, liar):
+                await ours.get_network().close_peer(other.get_id())
+
+    async def bounded() -> None:
+        with trio.fail_after(20):
+            await talk()
+
+    trio.run(bounded)

@@ -80,7 +80,7 @@ def test_idle_sockets_leave_room_for_a_handshake(monkeypatch: pytest.MonkeyPatch
     on_trio(talk)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Socket:
     """A connection from an address, whose handshake ends when `ready` is set, and whose link when `event_closed` is."""
 
@@ -97,6 +97,7 @@ class _Socket:
     async def close(self) -> None:
         self.is_closed = True
         self.ready.set()
+        self.event_closed.set()
 
 
 class _World:
@@ -141,6 +142,30 @@ def test_one_network_has_a_share_of_the_links() -> None:
             links[0].event_closed.set()
             await wait_all_tasks_blocked()
             assert (await world.dial("93.184.216.200", ready=True)).is_linked
+            nursery.cancel_scope.cancel()
+
+    on_trio(talk)
+
+
+def test_a_full_host_ends_the_newest_link_of_the_network_with_most_for_a_network_with_fewer() -> None:
+    """Before, four networks with a quarter each kept all others away, and the host itself from dialling anyone."""
+
+    async def talk() -> None:
+        async with trio.open_nursery() as nursery:
+            world = _World(nursery)
+            of_each = limits.PEER_CONNECTIONS_INBOUND_MAX // 4
+            flood = [
+                await world.dial(f"93.184.{network}.{number}", ready=True)
+                for network in range(4)
+                for number in range(of_each)
+            ]
+            assert not world.ended
+            assert (await world.dial("93.184.0.250", ready=True)) in world.ended, "a flood ends no link of another"
+            friends = [await world.dial(f"1.1.{number}.1", ready=True) for number in range(8)]
+            assert not set(friends) & set(world.ended)
+            assert {link for link in flood if link in world.ended} == {
+                flood[of_each * network - place] for network in range(1, 5) for place in (1, 2)
+            }
             nursery.cancel_scope.cancel()
 
     on_trio(talk)

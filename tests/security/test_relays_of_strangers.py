@@ -112,6 +112,41 @@ def test_one_network_has_a_share_of_the_reservations(monkeypatch: pytest.MonkeyP
     on_trio(talk)
 
 
+def test_networks_that_hold_all_reservations_make_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, four networks with a quarter each kept every other peer behind a NAT out of reach for an hour."""
+    monkeypatch.setattr(limits, "RELAY_NETWORK_MAX", SHARE)
+
+    async def talk() -> None:
+        networks = ["198.51.100.7"] * SHARE + ["203.0.113.7"] * SHARE + ["1.1.1.1", "1.1.1.2"]
+        async with relay_of(*networks) as (_, [*flood, honest, late], reserve):
+            assert [await reserve(peer, None) for peer in flood] == [StatusCode.OK] * PLACES
+            assert await reserve(honest, None) == StatusCode.OK
+            assert await reserve(late, None) == StatusCode.RESOURCE_LIMIT_EXCEEDED, (
+                "its network has as many as the others"
+            )
+
+    on_trio(talk)
+
+
+def test_the_last_share_of_the_circuits_to_a_peer_is_for_networks_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, four networks used up all circuits to a peer, and to all peers."""
+    monkeypatch.setattr(limits, "RELAY_TARGET_NETWORK_MAX", SHARE)
+    monkeypatch.setattr(limits, "RELAY_TARGET_MAX", PLACES)
+
+    async def talk() -> None:
+        networks = ["198.51.100.7", "203.0.113.7", "8.8.8.8", "192.0.2.8"]
+        async with (
+            relay_of(*networks) as (relay, [stranger, other, honest, peer], reserve),
+            called(relay, peer, reserve) as (call, _),
+        ):
+            assert [(await call(one))[1] for one in (stranger, stranger)] == [StatusCode.OK] * 2
+            assert (await call(other))[1] == StatusCode.OK
+            assert (await call(other))[1] == StatusCode.RESOURCE_LIMIT_EXCEEDED
+            assert (await call(honest))[1] == StatusCode.OK
+
+    on_trio(talk)
+
+
 def test_one_network_has_a_share_of_the_meetings() -> None:
     hosts = {f"liar{number}": ("198.51.100.7",) for number in range(8)} | {
         "anna": ("203.0.113.7",),

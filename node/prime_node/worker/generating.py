@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -198,6 +199,8 @@ class _Sampler:
             await asyncio.sleep(0)
         self.begun()
         completions = await sampling
+        if not all(math.isfinite(nats) for completion in completions for nats in completion.logprobs):
+            raise EngineMismatch("a logprob is no finite number")  # a bundle with it would be a strike
         if begun_on == self.lease.policy_version:
             return completions
         return [each if each.spans else _spanning(each, begun_on) for each in completions]

@@ -15,11 +15,13 @@ import fcntl
 import json
 import os
 import pickle
+import resource
 import select
 import signal
 import struct
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -120,9 +122,10 @@ class _Child:
     def __init__(self, source: ProblemSource) -> None:
         self._flags = fcntl.fcntl(_STDERR, fcntl.F_GETFL)
         (requests, self._requests), (self._results, results) = os.pipe(), os.pipe()
+        limits = replace(_RULES.limits, address_bytes=_address_bytes_max())
         self._pid = os.fork()
         if self._pid == 0:
-            _run_child(requests, results, source)
+            _run_child(requests, results, source, replace(_RULES, limits=limits))
         os.close(requests)
         os.close(results)
         os.set_blocking(self._requests, False)
@@ -163,9 +166,9 @@ def close_memory() -> None:
         privileges.forbid_dumps()
 
 
-def _run_child(requests: int, results: int, source: ProblemSource) -> NoReturn:
+def _run_child(requests: int, results: int, source: ProblemSource, rules: SandboxRules) -> NoReturn:
     try:
-        _leave_parent(requests, results)
+        _leave_parent(requests, results, rules)
         with os.fdopen(requests, "rb") as messages:
             while size := messages.read(_SIZE.size):
                 problem, answer, wants_parts = pickle.loads(messages.read(*_SIZE.unpack(size)))
@@ -193,7 +196,19 @@ def _line(**result: float | str | dict[str, float]) -> bytes:
     return json.dumps(result).encode() + b"\n"
 
 
-def _leave_parent(requests: int, results: int) -> None:
+def _address_bytes_max() -> int | None:
+    """Return how much a grading process may map; None if nothing bounds its parent's memory. Raises OSError.
+
+    It is what the parent has mapped, and the memory that it may have. The parent's own limit covers private memory that can be
+    written, so shared memory, or memory that is made read-only afterwards, passes it.
+    """
+    most = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if most == resource.RLIM_INFINITY:
+        return None
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize() + most
+
+
+def _leave_parent(requests: int, results: int, rules: SandboxRules) -> None:
     """Give up what the parent has: its pipes, its files to write, its processes. Raises OSError."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.set_wakeup_fd(-1)  # the event loop's
@@ -203,7 +218,7 @@ def _leave_parent(requests: int, results: int) -> None:
     for kept in (*sorted((requests, results)), os.sysconf("SC_OPEN_MAX")):
         os.closerange(first, kept)
         first = kept + 1
-    confine(_RULES)
+    confine(rules)
 
 
 def _read(result: bytes) -> dict[str, object]:

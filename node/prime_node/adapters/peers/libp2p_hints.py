@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import trio
 from libp2p.abc import IHost, INetStream
-from libp2p.kad_dht.kad_dht import DHTMode, KadDHT
+from libp2p.kad_dht.common import BUCKET_SIZE
+from libp2p.kad_dht.kad_dht import DHTMode, KadDHT, _encode_key
+from libp2p.kad_dht.peer_routing import PeerRouting
+from libp2p.kad_dht.provider_store import ProviderStore
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_relay import HostsOf, network_at
 from prime_node.adapters.peers.libp2p_streams import reset
+from prime_node.fair_places import has_place, to_end
 from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
@@ -31,8 +36,10 @@ log = logging.getLogger(__name__)
 LOOKUP_S_MAX = 20.0
 MEET_S = (0.2, 1.0, 4.0)
 """Seconds after which to check whether a new peer takes part in the table, which Identify reveals."""
-KEYS_MAX = 4_096
-"""Digests whose providers are remembered; the oldest are dropped first."""
+KEYS_MAX = 256
+"""Digests whose providers are remembered. A run needs one."""
+OF_ONE_ANSWER_MAX = 4
+"""Providers that one answer may add to a search: a liar names any number."""
 STREAMS_MAX = 64
 """Incoming streams of the table that are answered concurrently."""
 STREAMS_NETWORK_MAX = 16
@@ -40,19 +47,76 @@ STREAMS_NETWORK_MAX = 16
 STREAM_S_MAX = 10.0
 """Seconds after which such a stream is reset: an idle one holds a place. The library opens one for each question."""
 
+Proven = Callable[[str, Sequence[Any]], list[Any]]
+"""Function from a provider's key id and addresses to those addresses that may be passed on."""
+
+
+class _Records(ProviderStore):
+    """Records of providers. The library keeps what a provider names, and of a digest the first providers for two days."""
+
+    def __init__(self, host: IHost, routing: PeerRouting, hosts_of: HostsOf, proven: Proven) -> None:
+        super().__init__(host, routing)
+        self._hosts_of, self._proven = hosts_of, proven
+        self._networks: dict[tuple[bytes, str], str] = {}
+        """Network of each record, by digest and key id."""
+
+    def add_provider(self, key: bytes, provider: PeerInfo) -> None:
+        """Keep a record with proven addresses, in place of one of the network with most if there is no other place."""
+        peer, is_own = str(provider.peer_id), provider.peer_id == self.local_peer_id
+        addresses = provider.addrs if is_own else self._proven(peer, provider.addrs)
+        if not addresses:
+            return
+        network = peer if is_own else network_at(self._hosts_of(peer))
+        networks = self._networks = {record: self._networks[record] for record in self._each()}
+        of_key = {one: each for (digest, one), each in networks.items() if digest == key}
+        if not of_key and len(self.providers) >= KEYS_MAX:
+            firsts = {digest: networks[digest, next(iter(found))] for digest, found in self.providers.items()}
+            if (ended := to_end(firsts, network)) is None:
+                return
+            del self.providers[ended]
+        elif peer not in of_key and len(of_key) >= BUCKET_SIZE:
+            if (crowded := to_end(of_key, network)) is None:
+                return
+            del self.providers[key][crowded]
+        networks[key, peer] = network
+        super().add_provider(key, PeerInfo(provider.peer_id, addresses))
+
+    def _each(self) -> Iterator[tuple[bytes, str]]:
+        """Yield digest and key id of each record; some have expired since the last time."""
+        return ((digest, peer) for digest, found in self.providers.items() for peer in found)
+
+
+class _Search(ProviderStore):
+    """One search. The library's own asks no peer if its host has a record itself, so one stranger's record would end it."""
+
+    def __init__(self, host: IHost, routing: PeerRouting) -> None:
+        super().__init__(host, routing)
+        self.answers: list[list[PeerInfo]] = []
+        """Providers that each peer has named."""
+
+    def add_provider(self, key: bytes, provider: PeerInfo) -> None:
+        """Keep nothing of an answer."""
+
+    async def _get_providers_from_peer_with_closers(self, peer_id: ID, key: bytes) -> tuple[list[PeerInfo], list[ID]]:
+        named, closer = await super()._get_providers_from_peer_with_closers(peer_id, key)
+        self.answers.append(named[:OF_ONE_ANSWER_MAX])
+        return self.answers[-1], closer
+
 
 class _Table(KadDHT):
     """A table that bounds the streams of one network and their duration. The library bounds only their number."""
 
-    def __init__(self, host: IHost, mode: DHTMode, hosts_of: HostsOf) -> None:
+    def __init__(self, host: IHost, mode: DHTMode, hosts_of: HostsOf, proven: Proven) -> None:
         super().__init__(host, mode, enable_values=False)
+        self.provider_store = _Records(host, self.peer_routing, hosts_of, proven)
         self._inbound_limiter = trio.CapacityLimiter(STREAMS_MAX)
         self._hosts_of = hosts_of
         self._answering: Counter[str] = Counter()
 
     async def handle_stream(self, stream: INetStream) -> None:
         network = network_at(self._hosts_of(str(stream.muxed_conn.peer_id)))
-        if self._answering[network] >= STREAMS_NETWORK_MAX:
+        held, taken = self._answering[network], self._answering.total()
+        if not has_place(held, taken, most=STREAMS_MAX, share=STREAMS_NETWORK_MAX):
             await reset(stream)
             return
         self._answering[network] += 1
@@ -78,19 +142,15 @@ class Hints:
         private: bool,
         hosts_of: HostsOf,
         choose: Callable[[Sequence[str]], Sequence[str]],
-        proven: Callable[[str, Sequence[Any]], list[Any]],
+        proven: Proven,
     ) -> None:
-        """Join the table.
-
-        `choose` returns the addresses of a hint that may be dialled. `proven` returns the addresses of a provider, by its key
-        id, that may be passed on.
-        """
+        """Join the table. `choose` returns the addresses of a hint that may be dialled."""
         self._host = host
         self._choose = choose
         self._run = run
         self._private = private
-        self.table = _Table(host, DHTMode.CLIENT if private else DHTMode.SERVER, hosts_of)
-        self._tell_only(proven)
+        self._hosts_of, self._proven = hosts_of, proven
+        self.table = _Table(host, DHTMode.CLIENT if private else DHTMode.SERVER, hosts_of, proven)
 
     async def meet(self, peer: str) -> None:
         """Add a linked peer to the table, if it takes part."""
@@ -113,36 +173,27 @@ class Hints:
             faults.note(log, f"publishing a hint for {digest[:12]} failed", error)
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
-        """Return peers that claim to provide a digest, unverified."""
-        found = []
+        """Return peers that claim to provide a digest, unverified: the first of each answer, then the second, and so on."""
+        key = _encode_key(self._key(digest))
+        search = _Search(self._host, self.table.peer_routing)
         try:
             with trio.move_on_after(LOOKUP_S_MAX):
-                found = await self.table.find_providers(self._key(digest), limits.PEER_HINTS_MAX)
+                await search.find_providers(key, OF_ONE_ANSWER_MAX * limits.PEER_HINTS_MAX)
         except Exception as error:  # noqa: BLE001 - no hint, and nothing else
             faults.note(log, f"finding hints for {digest[:12]} failed", error)
-        by_peer = {
-            str(info.peer_id): self._texts(info.addrs) for info in found
-        }  # the table may list a peer more than once
+        answers = [*search.answers, self.table.provider_store.get_providers(key)]
+        found = [info for turn in zip_longest(*answers) for info in turn if info is not None]
+        by_peer = {str(info.peer_id): self._texts(info) for info in found}  # a peer may be named more than once
         by_peer.pop(str(self._host.get_id()), None)
         return tuple(PeerAddress(peer, texts) for peer, texts in by_peer.items() if texts)[: limits.PEER_HINTS_MAX]
 
     def _key(self, digest: str) -> str:
         return digest_of(f"{self._run} {digest}".encode())
 
-    def _texts(self, addresses: Sequence[object]) -> tuple[str, ...]:
+    def _texts(self, named: PeerInfo) -> tuple[str, ...]:
+        """Return the addresses to dial; of a linked peer only those that its link comes from, whatever others say."""
+        peer, addresses = str(named.peer_id), named.addrs
+        if self._hosts_of(peer):
+            addresses = self._proven(peer, addresses)
         texts = [text for one in addresses if len(text := str(one).split("/p2p/")[0]) <= limits.PEER_ADDRESS_CHARS_MAX]
         return tuple(self._choose(texts))[: limits.PEER_HINT_ADDRESSES_MAX]
-
-    def _tell_only(self, proven: Callable[[str, Sequence[Any]], list[Any]]) -> None:
-        """Drop unproven addresses and the oldest digests: the library would keep whatever a provider names, and pass it on."""
-        store, own = self.table.provider_store, self._host.get_id()
-        add = store.add_provider
-
-        def add_provider(key: bytes, provider: PeerInfo) -> None:
-            addresses = provider.addrs if provider.peer_id == own else proven(str(provider.peer_id), provider.addrs)
-            if addresses:
-                if key not in store.providers and len(store.providers) >= KEYS_MAX:
-                    del store.providers[next(iter(store.providers))]
-                add(key, PeerInfo(provider.peer_id, addresses))
-
-        store.add_provider = add_provider

@@ -1,7 +1,8 @@
 """Inbound links of a libp2p host, on the trio side: a share of them for each network, and few in their handshake.
 
 The library gives the place of an inbound link back when the host ends, not when the link does: a host that had as many as it
-may hold was unreachable from then on. It bounds no handshakes, and no links of one network.
+may hold was unreachable from then on. It bounds no handshakes, and no links of one network. A full host refuses all, and dials
+no one either.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from libp2p.network.connection.raw_connection import RawConnection
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import faults
+from prime_node.fair_places import to_end
 from prime_protocol import limits
 from prime_protocol.addresses import network_of
 
@@ -28,8 +30,9 @@ class InboundLinks:
     def __init__(self, swarm: INetworkService, connections_max: int) -> None:
         self._swarm = swarm
         self._share = max(1, connections_max * limits.PEER_CONNECTIONS_NETWORK_MAX // limits.PEER_CONNECTIONS_MAX)
-        self._links = Counter[str]()
-        """Links by network, without those in their handshake."""
+        self._places = max(1, connections_max * limits.PEER_CONNECTIONS_INBOUND_MAX // limits.PEER_CONNECTIONS_MAX)
+        self._links: dict[IMuxedConn, str] = {}
+        """Network of each link, the oldest first, without those in their handshake."""
         self._shaking: dict[RawConnection, str] = {}
         """Network of each handshake in progress, the oldest first."""
 
@@ -41,19 +44,29 @@ class InboundLinks:
             return
         try:
             link = await self._shake_hands(conn, listening, network)
-            if self._is_full(network):
+            if self._is_full(network) or not await self._find_place(network):
                 return
-            self._links[network] += 1
+            self._links[link] = network
             try:
                 await link.event_closed.wait()
             finally:
-                self._links[network] -= 1
-                self._links += Counter()  # drop what is zero
+                self._links.pop(link, None)
         except Exception as error:  # noqa: BLE001 - the edge of the task: whatever it was, this connection alone ends
             faults.note(log, "an inbound connection", error)
 
     def _is_full(self, network: str) -> bool:
-        return self._links[network] >= self._share
+        return sum(one == network for one in self._links.values()) >= self._share
+
+    async def _find_place(self, network: str) -> bool:
+        """Return whether there is a place for one more link, after ending one of the network with most if need be."""
+        if len(self._links) < self._places:
+            return True
+        link = to_end(self._links, network)
+        if link is None:
+            return False
+        del self._links[link]
+        await link.close()
+        return True
 
     async def _shake_hands(self, conn: RawConnection, listening: Multiaddr, network: str) -> IMuxedConn:
         """Return the link. Raises exceptions of the library, also if its place went to a newer one."""

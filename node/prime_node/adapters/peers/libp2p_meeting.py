@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import trio
 
 from prime_node.adapters.peers.libp2p_relay import HostsOf, network_at
+from prime_node.fair_places import has_place
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
 from prime_protocol.addresses import may_be_named, parse_ip
@@ -54,8 +55,8 @@ class Meetings:
         pair = frozenset((asker, payload.decode("ascii", "replace")))
         network = network_at(self._hosts_of(asker))
         num_near = sum(one.network == network for one in self._open.values())
-        is_full = len(self._open) >= limits.RELAY_CIRCUITS_MAX or num_near >= limits.RELAY_NETWORK_MAX
-        if pair not in self._open and is_full:
+        most, share = limits.RELAY_CIRCUITS_MAX, limits.RELAY_NETWORK_MAX
+        if pair not in self._open and not has_place(num_near, len(self._open), most=most, share=share):
             raise RemoteError(
                 ErrorCode.TOO_MANY_REQUESTS, "too many peers meet at this relay", retry_after_s=MEET_S_MAX
             )

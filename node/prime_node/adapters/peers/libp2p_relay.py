@@ -22,6 +22,7 @@ from libp2p.relay.circuit_v2.resources import RelayLimits, RelayResourceManager
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_streams import reset
+from prime_node.fair_places import has_place, to_end
 from prime_protocol import limits
 from prime_protocol.addresses import network_of
 from prime_protocol.identity import KeyId
@@ -78,13 +79,11 @@ class Relay(CircuitV2Protocol):
 
     def _has_room(self, network: str, target: ID) -> bool:
         """Return whether one more circuit fits: in all, to the target, and in the network's shares of both."""
-        of_network = {peer: count for (near, peer), count in self._open.items() if near == network}
+        of_network = sum(count for (near, _), count in self._open.items() if near == network)
         to_target = sum(count for (_, peer), count in self._open.items() if peer == target)
-        return (
-            self._open.total() < limits.RELAY_CIRCUITS_MAX
-            and sum(of_network.values()) < limits.RELAY_NETWORK_MAX
-            and to_target < limits.RELAY_TARGET_MAX
-            and of_network.get(target, 0) < limits.RELAY_TARGET_NETWORK_MAX
+        of_both, all_most, target_most = self._open[network, target], limits.RELAY_CIRCUITS_MAX, limits.RELAY_TARGET_MAX
+        return has_place(of_network, self._open.total(), most=all_most, share=limits.RELAY_NETWORK_MAX) and has_place(
+            of_both, to_target, most=target_most, share=limits.RELAY_TARGET_NETWORK_MAX
         )
 
     async def _relay_data(
@@ -132,10 +131,17 @@ class Reservations(RelayResourceManager):
             return True
         for one in [one for one in self._reservations if not self._is_peer_connected(one)]:
             del self._reservations[one]
+        if not super().can_accept_reservation(peer_id):
+            networks = {one: self._network(one) for one in self._reservations}
+            if (ended := to_end(networks, self._network(peer_id))) is not None:
+                del self._reservations[ended]
         return self._has_room(peer_id)
 
     def _has_room(self, peer: ID) -> bool:
-        network = network_at(self._hosts_of(str(peer)))
-        others = [one for one in self._reservations if network_at(self._hosts_of(str(one))) == network and one != peer]
+        network = self._network(peer)
+        others = [one for one in self._reservations if self._network(one) == network and one != peer]
         has_room: bool = super().can_accept_reservation(peer)
         return has_room and len(others) < limits.RELAY_NETWORK_MAX
+
+    def _network(self, peer: ID) -> str:
+        return network_at(self._hosts_of(str(peer)))

@@ -40,9 +40,11 @@ class ProcessLimits:
     """Resource limits (setrlimit). None leaves a limit unchanged. A limit is never raised above the present hard limit."""
 
     data_bytes: int | None = None
-    """RLIMIT_DATA: private writable memory of one process, in bytes."""
+    """RLIMIT_DATA: private writable memory of one process, in bytes. It bounds honest code: shared memory, memory that is made
+    read-only, and stacks are not counted."""
     address_bytes: int | None = None
-    """RLIMIT_AS: address space of one process, in bytes. torch, numba and CUDA reserve far more than they use."""
+    """RLIMIT_AS: address space of one process, in bytes, also without memory files (memfd). torch, numba and CUDA reserve far
+    more than they use."""
     processes: int | None = None
     """RLIMIT_NPROC: processes and threads of the user. The kernel does not apply it to root."""
     file_bytes: int | None = None

@@ -146,6 +146,8 @@ def program(rules: SandboxRules, machine: Architecture) -> bytes:
         code.refuse(*CHANGES_MODES, error=0 if rules.mode_changes == ModeChanges.SKIPPED else errno.EPERM)
     if not rules.shared_ipc:
         code.refuse(*SHARED_IPC, error=errno.ENOSYS)
+    if rules.limits.address_bytes is not None:  # their memory need not be mapped
+        code.refuse("memfd_create", "memfd_secret", error=errno.ENOSYS)
     if not rules.namespaces:
         code.refuse("clone3", error=errno.ENOSYS)
         code.judge("clone", _unless_any_bit(0, NAMESPACE_FLAGS & ~0x80))

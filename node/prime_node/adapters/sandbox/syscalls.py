@@ -25,7 +25,7 @@ _SINCE_5_1 = _table(
     """
     io_uring_setup=425 io_uring_enter=426 io_uring_register=427 open_tree=428 move_mount=429 fsopen=430
     fsconfig=431 fsmount=432 fspick=433 clone3=435 pidfd_getfd=438 process_madvise=440 mount_setattr=442
-    quotactl_fd=443 fchmodat2=452 setxattrat=463
+    quotactl_fd=443 memfd_secret=447 fchmodat2=452 setxattrat=463
     removexattrat=466 open_tree_attr=467 file_setattr=469
     """
 )
@@ -46,6 +46,7 @@ _X86_64 = (
     sched_setscheduler=144 sched_setaffinity=203 sched_setattr=314 ioprio_set=251 shmget=29
     shmat=30 shmctl=31 shmdt=67 semget=64 semop=65 semctl=66 semtimedop=220 msgget=68 msgsnd=69 msgrcv=70
     msgctl=71 mq_open=240 mq_unlink=241 migrate_pages=256 move_pages=279 kcmp=312
+    memfd_create=319
     """
     )
     | _SINCE_5_1
@@ -63,7 +64,7 @@ _AARCH64 = (
     ioctl=29 prlimit64=261 setpriority=140 sched_setparam=118 sched_setscheduler=119 sched_setaffinity=122
     sched_setattr=274 ioprio_set=30 mq_open=180 mq_unlink=181 msgget=186 msgctl=187 msgrcv=188 msgsnd=189
     semget=190 semctl=191 semtimedop=192 semop=193 shmget=194 shmctl=195 shmat=196 shmdt=197 migrate_pages=238
-    move_pages=239 kcmp=272
+    move_pages=239 kcmp=272 memfd_create=279
     """
     )
     | _SINCE_5_1

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
 
+from prime_node.fair_places import has_place
 from prime_protocol import limits
 
 COMPARED_MAX = 32
@@ -53,7 +54,8 @@ class ChokerRules:
     Strangers count as one peer and prove no identity; slow readers could hold all slots.
     """
     network_share: float = 0.25
-    """Share of the slots for all members of one network. One such network and all strangers leave slots to the others."""
+    """Share of the slots for all members of one network. The last such share is for networks without a slot: slow readers of
+    several networks, and all strangers, leave them one."""
     waiting_max: int = limits.PEER_REQUESTS_WAITING_MAX
     """Waiting requests of all peers."""
     waiting_per_peer_max: int = limits.PEER_REQUESTS_WAITING_EACH_MAX
@@ -147,7 +149,8 @@ class Choker:
 
     def _may_have_one(self, peer: str) -> bool:
         rules, account = self.rules, self._accounts[peer]
-        if account.network and self.served_in[account.network] >= max(1, int(rules.slots * rules.network_share)):
+        held, share = self.served_in[account.network], max(1, int(rules.slots * rules.network_share))
+        if account.network and not has_place(held, self.serving, most=rules.slots, share=share):
             return False
         most = rules.each_max if account.is_member else max(1, rules.slots - int(rules.slots * rules.members_share))
         return self._served.get(peer, 0) < most
