@@ -217,7 +217,12 @@ def test_which_keys_share_a_bound() -> None:
         assert network_of(one) != network_of(other)
 
 
-async def test_many_keys_of_one_network_hear_no_more_than_its_share_of_news(tmp_path: Path) -> None:
+async def test_many_keys_of_a_few_networks_hear_no_more_than_their_share_of_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, four networks filled all subscriptions, and no one else heard of a policy from this peer."""
+    monkeypatch.setattr(limits, "PEER_LISTENERS_MAX", 16)
+    monkeypatch.setattr(limits, "PEER_LISTENERS_NETWORK_MAX", 4)
     service = service_of(tmp_path)
 
     async def listen(number: int, host: str) -> None:
@@ -232,6 +237,10 @@ async def test_many_keys_of_one_network_hear_no_more_than_its_share_of_news(tmp_
         await listen(number, f"8.8.8.{number}")
     with pytest.raises(RemoteError, match="too many listeners at this peer already"):
         await listen(1_000, "8.8.8.200")
+    for number in range(100, 109):
+        await listen(number, f"{number // 4}.9.9.{number}")
+    with pytest.raises(RemoteError, match="too many listeners at this peer already"):
+        await listen(1_000, "27.9.9.200")
     await listen(1_001, "9.9.9.9")
     for stream in streams:
         await stream.aclose()  # type: ignore[attr-defined]

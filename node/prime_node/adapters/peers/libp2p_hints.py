@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -67,23 +67,20 @@ class _Records(ProviderStore):
         if not addresses:
             return
         network = peer if is_own else network_at(self._hosts_of(peer))
-        networks = self._networks = {record: self._networks[record] for record in self._each()}
-        of_key = {one: each for (digest, one), each in networks.items() if digest == key}
+        of_key, networks = self.providers.get(key, {}), self._networks
         if not of_key and len(self.providers) >= KEYS_MAX:
             firsts = {digest: networks[digest, next(iter(found))] for digest, found in self.providers.items()}
             if (ended := to_end(firsts, network)) is None:
                 return
             del self.providers[ended]
         elif peer not in of_key and len(of_key) >= BUCKET_SIZE:
-            if (crowded := to_end(of_key, network)) is None:
+            if (crowded := to_end({one: networks[key, one] for one in of_key}, network)) is None:
                 return
-            del self.providers[key][crowded]
+            del of_key[crowded]
         networks[key, peer] = network
         super().add_provider(key, PeerInfo(provider.peer_id, addresses))
-
-    def _each(self) -> Iterator[tuple[bytes, str]]:
-        """Yield digest and key id of each record; some have expired since the last time."""
-        return ((digest, peer) for digest, found in self.providers.items() for peer in found)
+        if len(networks) > 2 * KEYS_MAX * BUCKET_SIZE:  # most of its records have ended
+            self._networks = {(each, one): networks[each, one] for each, its in self.providers.items() for one in its}
 
 
 class _Search(ProviderStore):

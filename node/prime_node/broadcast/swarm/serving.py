@@ -32,6 +32,7 @@ from prime_node.broadcast.swarm.have_set import (
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, Uplink
+from prime_node.fair_places import has_place
 from prime_node.inside import open_regular, place, read_regular
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import TIMESTAMP_NAME, amendment_name, key_ring_name
@@ -258,11 +259,8 @@ class PeerService:
         """Raise RemoteError if the listener, its network or all together have as many streams as they may."""
         hears = sum(num for (who, _), num in self.listeners.items() if who == listener)
         in_network = sum(1 for who, where in self.listeners if where == network and who != listener)
-        if (
-            hears >= each_max
-            or in_network >= limits.PEER_LISTENERS_NETWORK_MAX
-            or len(self.listeners) >= limits.PEER_LISTENERS_MAX
-        ):
+        most, share = limits.PEER_LISTENERS_MAX, limits.PEER_LISTENERS_NETWORK_MAX
+        if hears >= each_max or not has_place(in_network, len(self.listeners), most=most, share=share):
             raise RemoteError(ErrorCode.UNAVAILABLE, "too many listeners at this peer already", retry_after_s=10.0)
 
     @contextlib.contextmanager
