@@ -127,6 +127,51 @@ async def test_a_peer_that_sends_its_head_slowly_delays_no_policy_of_an_honest_s
         await peer.close()
 
 
+class Holding(MemorySource):
+    """A coordinator that holds a request for its head as long as it may."""
+
+    def __init__(self) -> None:
+        super().__init__(make_run())
+        self.waits: list[float] = []
+        self.num_cancelled = 0
+
+    async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
+        self.waits.append(wait_s)
+        try:
+            return await never()
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+
+
+async def test_a_peers_head_is_asked_for_while_the_coordinator_holds_its_request(tmp_path: Path) -> None:
+    """Before, the hint cancelled the request, and with it the connection, and the next one cost two round trips."""
+    holding = Holding()
+    follower = make_follower(tmp_path, holding)
+    looking = asyncio.create_task(follower.heads.look(wait_s=10.0))
+    await until(lambda: holding.waits)
+    follower.pool.add(NamedSource("peer", publishing(1), SourceKind.PEER, head=0))
+    async with asyncio.timeout(5):
+        await looking
+        await follower.heads.look(wait_s=10.0)
+    assert follower.heads.newest == 0
+    assert (holding.waits, holding.num_cancelled) == ([10.0], 0)
+    follower.heads.close()
+
+
+async def test_the_newest_announced_head_is_followed_although_a_peer_that_has_it_too_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "FIRST_GRACE_S", 1_000.0)
+    follower = make_follower(tmp_path)
+    for name, source in (("slow", Stalled()), ("quick", publishing(1))):
+        follower.pool.add(NamedSource(name, source, SourceKind.PEER, head=0))
+    async with asyncio.timeout(5):
+        await follower.heads.look()
+    assert follower.heads.newest == 0
+    follower.heads.close()
+
+
 @pytest.mark.parametrize("kind", [SourceKind.PEER, SourceKind.MIRROR])
 async def test_a_source_without_an_answer_in_time_has_failed_and_is_asked_less_and_less(
     tmp_path: Path, kind: SourceKind, monkeypatch: pytest.MonkeyPatch

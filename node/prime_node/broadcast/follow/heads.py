@@ -7,7 +7,8 @@ policy version are evidence: both are kept. Linked peers are asked what they hol
 cannot show one head to us and another to them.
 
 Waiting: a slow source delays no other. Each source has one question for its head at a time, with a time limit. `look` waits
-GRACE_S from the first answer; questions without an answer continue, and a later `look` uses their result.
+GRACE_S from the first answer, unless that is the newest policy that any peer announces; questions without an answer continue,
+and a later `look` uses their result. A peer's hint ends the wait for a held request, not the request.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from prime_node.broadcast.follow.known_chain import HeadOrder, KnownChain
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
 from prime_node.files import disk_fault, read_or_begin, write_durably
 from prime_node.inside import place
-from prime_node.patience import first_answer, unless
+from prime_node.patience import first_answer
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chain import checked_manifest
 from prime_protocol.envelope import Envelope, open_envelope
@@ -73,6 +74,8 @@ class Heads:
         """Source that served a manifest last. It is asked first, so that a stalled one costs HEDGE_S once."""
         self._questions: dict[tuple[str, bool], asyncio.Task[bool]] = {}
         """Questions that have not ended, or not been looked at since: by source, and whether its head was requested."""
+        self._held: asyncio.Task[bool] | None = None
+        """Question that its source may hold."""
         folder.mkdir(parents=True, exist_ok=True)
         self._restore()
 
@@ -95,16 +98,18 @@ class Heads:
             for named in self._pool.ready()
             if not self._is_asked(named.name) and (named.kind is not SourceKind.PEER or named.head > self.newest)
         ]
-        if not wait_s or not asked or any(named.kind is SourceKind.PEER for named in asked):
+        held = None if self._held is None or self._held.done() else self._held
+        if not wait_s or not (asked or held) or any(named.kind is SourceKind.PEER for named in asked):
             questions = [*self._begin_comparisons(), *(self._begin(named) for named in asked)]
             await self._answers(questions, grace_s=grace_s)
             return
-        held = self._begin(asked[0], wait_s=wait_s)
-        questions = [*self._begin_comparisons(), held, *(self._begin(named) for named in asked[1:])]
-        waiting = self._answers(questions, wait_s=wait_s)
-        if not await unless(self.hinted(), waiting):  # the held request is sent again, without a wait
-            held.cancel()
-            await asyncio.wait([held])
+        self._held = held = held or self._begin(asked.pop(0), wait_s=wait_s)
+        questions = [*self._begin_comparisons(), held, *(self._begin(named) for named in asked)]
+        hinted = asyncio.create_task(self.hinted())
+        try:
+            await self._answers(questions, wait_s=wait_s, hinted=hinted)
+        finally:
+            hinted.cancel()
 
     async def hinted(self) -> None:
         """Wait until a peer announces a newer policy."""
@@ -131,9 +136,14 @@ class Heads:
                 question.result()
 
     async def _answers(
-        self, questions: Sequence[asyncio.Task[bool]], *, wait_s: float = 0.0, grace_s: float | None = None
-    ) -> bool:
-        """Wait until all questions have ended, or until there is an answer and GRACE_S have passed; return True.
+        self,
+        questions: Sequence[asyncio.Task[bool]],
+        *,
+        wait_s: float = 0.0,
+        grace_s: float | None = None,
+        hinted: asyncio.Task[None] | None = None,
+    ) -> None:
+        """Wait for all questions, for GRACE_S after an answer, for the newest policy that peers announce, or for `hinted`.
 
         With `wait_s`, the first new head or the end of that time ends the wait. A cancellation cancels the questions.
         """
@@ -145,10 +155,12 @@ class Heads:
                 left_s = None if end_s is None else end_s - loop.time()
                 if left_s is not None and left_s <= 0:
                     break
-                every = open_ones.union(self._questions.values())
+                every: set[asyncio.Task[Any]] = {*open_ones, *self._questions.values(), *([hinted] if hinted else [])}
                 await asyncio.wait(every, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 self._collect()
-                if wait_s and self.newest > before:
+                announced = max((named.head for named in self._pool.peers), default=-1)
+                is_new = self.newest > before and (wait_s or self.newest >= announced >= 0)
+                if is_new or (hinted is not None and hinted.done()):
                     break
                 if end_s is None and (self.newest > before or any(map(_is_answered, questions))):
                     end_s = loop.time() + grace_s
@@ -157,7 +169,6 @@ class Heads:
                 question.cancel()
             raise
         self._collect()
-        return True
 
     def _begin_comparisons(self) -> list[asyncio.Task[bool]]:
         """Compare the head's manifest with that of peers that hold its version. `_order_of` keeps and reports a fork."""

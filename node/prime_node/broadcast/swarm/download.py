@@ -1,10 +1,10 @@
 """Download of one encoding from all sources at once.
 
 Waiting: `run` asks every source that has room for the piece that the picker names. It waits until a piece has arrived, a source
-has changed, or TICK_S have passed (work is stolen from silent sources). Between two TICK_S it asks only sources that announce
-more or have given something: each peer announces up to ten times a second. Each piece is fetched by a task of its own. A job in a
-thread then verifies, stores and decodes it (piece_decoder.py). Pieces in memory are bounded, those queued for the decoder
-included.
+with room has announced more, or TICK_S have passed (work is stolen from silent sources). Between two such looks it asks only
+sources that announce more or have given something. Most announcements wake nothing. Each piece is fetched by a task of its own.
+A job in a thread then verifies, stores and decodes it (piece_decoder.py). Pieces in memory are bounded, those queued for the
+decoder included.
 
 Invariant: nothing is stored, announced or decoded before each of its chunks matched its digest. A wrong piece is attributed
 exactly, since a piece comes from one source and is hashed alone.
@@ -41,8 +41,8 @@ from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding, Manifest
 from prime_protocol.pieces import cut_pieces
 
-TICK_S = 0.1
-"""Seconds between checks whether to take over a silent source's work."""
+TICK_S, TICK_SHARE, TICK_S_MAX = 0.1, 0.02, 0.5
+"""Seconds between looks at all sources, to take over a silent one's work: a share of the time that a download has lasted."""
 TREE_S_MAX = 2.0
 """Seconds for which our parents alone are asked where an encoding goes down the tree; then all peers are."""
 
@@ -153,10 +153,11 @@ class Download:
         """Sources that did not rest at the last look at all of them."""
         self._look_s, self._turnover = -math.inf, -1
         """Time of the next such look, and the pool's turnover at the last."""
+        self._began_s = shared.clock.monotonic_s()
         self._heard: dict[str, PieceSet] = {}
         """Pieces that the picker knows of each source."""
-        self._freed: set[str] = set()
-        """Sources of which a request has ended since they were asked."""
+        self._freed: dict[str, None] = {}
+        """Sources that have announced more since they were asked, or of which a request has ended, in this order."""
         self._changed = asyncio.Event()
         self._error: Exception | None = None
 
@@ -174,13 +175,14 @@ class Download:
         self._picker = Picker(sizes, rng=shared.rng, rules=shared.rules, have=have, share=share)
         self._parents = shared.plan.parents(self._encoding.sent_bytes)
         self._tree_until_s = self._clock.monotonic_s() + TREE_S_MAX
-        listening = asyncio.create_task(self._listen())
+        self._pool.on_news.add(self._has_news)
         try:
             await self._fetch_all()
         finally:
-            for task in (listening, *self._tasks):
+            self._pool.on_news.discard(self._has_news)
+            for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(listening, *self._tasks, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # From the sources
 
@@ -194,7 +196,7 @@ class Download:
                 raise self._error
             if self._tasks:
                 try:
-                    async with asyncio.timeout(TICK_S):
+                    async with asyncio.timeout(self._tick_s()):
                         await self._changed.wait()
                 except TimeoutError:
                     self._look_s = -math.inf
@@ -213,19 +215,26 @@ class Download:
         if self._error is not None:  # of the last piece
             raise self._error
 
-    async def _listen(self) -> None:
-        while True:
-            await self._pool.changed()
+    def _tick_s(self) -> float:
+        return max(TICK_S, min(TICK_S_MAX, TICK_SHARE * (self._clock.monotonic_s() - self._began_s)))
+
+    def _has_news(self, name: str) -> None:
+        """Wake `run` if a peer was added or removed, or announces more and has room for a request."""
+        named = self._ready.get(name)
+        if named is None or self._pool.turnover != self._turnover or self._look_s == -math.inf:
+            self._changed.set()  # all sources are looked at
+        elif self._hear(named) and self._picker.has_room(name):
+            self._freed[name] = None
             self._changed.set()
 
     def _ask(self) -> None:
-        """Request as much from awake sources as the picker assigns to them: from all every TICK_S, else from changed ones."""
+        """Request as much from awake sources as the picker assigns to them: from all at a look, else from changed ones."""
         now_s = self._clock.monotonic_s()
         if not self._tasks or now_s >= self._look_s or self._pool.turnover != self._turnover:
             self._look(now_s)
             chosen = list(self._ready.values())
         else:
-            chosen = [named for name, named in self._ready.items() if self._hear(named) or name in self._freed]
+            chosen = [named for name in self._freed if (named := self._ready.get(name)) is not None]
         self._freed.clear()
         for named in chosen:  # after all `has`: a fallback gives what no peer has
             while self._memory_bytes < self._shared.memory_bytes_max:
@@ -242,7 +251,7 @@ class Download:
 
     def _look(self, now_s: float) -> None:
         """Find the sources that do not rest, and all that they have."""
-        self._look_s, self._turnover = now_s + TICK_S, self._pool.turnover
+        self._look_s, self._turnover = now_s + self._tick_s(), self._pool.turnover
         only = self._parents if now_s < self._tree_until_s else None
         self._ready = {named.name: named for named in self._pool.ready() if only is None or named.name in only}
         known = set(self._picker.sources)
@@ -317,7 +326,7 @@ class Download:
         now_s = self._clock.monotonic_s()
         if named.name not in self._picker.sources:  # it began to rest meanwhile
             self._add(named)
-        self._freed.update((named.name, *self._picker.arrived(named.name, number, now_s)))
+        self._freed |= dict.fromkeys((named.name, *self._picker.arrived(named.name, number, now_s)))
         for task, (_, same) in self._tasks.items():
             if task in self._asked and same == number:
                 task.cancel()

@@ -181,6 +181,11 @@ class Picker:
             self._counts.remove(source.has)
         del self._sources[name]
 
+    def has_room(self, name: str) -> bool:
+        """Return whether one more request would keep this source busier."""
+        source = self._sources[name]
+        return not source.open or len(source.open) < self._window(source)
+
     def idle(self) -> list[str]:
         """Return the sources without open requests."""
         return [name for name, source in self._sources.items() if not source.open]
@@ -199,7 +204,7 @@ class Picker:
         source = self._sources[name]
         if source.is_slow != self._is_slow(source):
             self._judge(source, is_snubbed=source.is_snubbed, is_slow=not source.is_slow)
-        if source.open and len(source.open) >= self._window(source):  # (1)
+        if not self.has_room(name):  # (1)
             return None
         free = source.has & ~self.have & ~self._open
         if free and (source.is_slow or (source.is_web_seed and not self._is_starved())):

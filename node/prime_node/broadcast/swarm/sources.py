@@ -102,6 +102,8 @@ class SourcePool:
         self.clock = clock
         self.turnover = 0
         """Number of times that a peer was added or removed."""
+        self.on_news: set[Callable[[str], None]] = set()
+        """Functions that get the name of each peer that was added, removed, or announced something."""
         self._rng = rng
         self._changed = asyncio.Event()
 
@@ -143,11 +145,16 @@ class SourcePool:
         """Add a peer, or record its new announcement."""
         self.turnover += self._sources.get(named.name) is not named
         self._sources[named.name] = named
-        self.tell()
+        self._has_news(named.name)
 
     def remove(self, name: str) -> None:
         """Remove a peer. Idempotent."""
         self.turnover += self._sources.pop(name, None) is not None
+        self._has_news(name)
+
+    def _has_news(self, name: str) -> None:
+        for hear in self.on_news:
+            hear(name)
         self.tell()
 
     def tell(self) -> None:
