@@ -24,11 +24,18 @@ class Pair:
     """Two coordinators of one run, and the settings with which each is started again."""
 
     def __init__(
-        self, folder: Path, settings: dict[str, str], environment: dict[str, str], *, link_ports: Sequence[int] = ()
+        self,
+        folder: Path,
+        settings: dict[str, str],
+        environment: dict[str, str],
+        *,
+        link_ports: Sequence[int] = (),
+        stores: Sequence[str] = (),
+        clocks_ahead_s: Sequence[float] = (0.0, 0.0),
     ) -> None:
-        """`link_ports`: where each hears gateways, if it does."""
+        """`link_ports`: where each hears gateways, if it does. `stores`: where each reaches the store, if not at one place."""
         self.folder, self.settings, self.environment = folder, settings, environment
-        self.link_ports = link_ports
+        self.link_ports, self.stores, self.clocks_ahead_s = link_ports, stores, clocks_ahead_s
         self.daemons: list[Daemon] = []
         self.ports: list[int] = []
 
@@ -36,7 +43,15 @@ class Pair:
         settings = dict(self.settings)
         if self.link_ports:
             settings["gateways_listen"] = f"127.0.0.1:{self.link_ports[place]}"
-        daemon, port = await start(self.folder / str(place), port, settings=settings, environment=self.environment)
+        if self.stores:
+            settings["store"] = self.stores[place]
+        daemon, port = await start(
+            self.folder / str(place),
+            port,
+            clock_ahead_s=self.clocks_ahead_s[place],
+            settings=settings,
+            environment=self.environment,
+        )
         self.daemons[place:], self.ports[place:] = (
             [daemon, *self.daemons[place + 1 :]],
             [port, *self.ports[place + 1 :]],
@@ -56,12 +71,18 @@ class Pair:
                 for place, daemon in enumerate(self.daemons):
                     if not daemon.is_alive:
                         await self.start(place, self.ports[place])
-                for place, url in enumerate(self.urls):
-                    with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                        async with session.get(f"{url}/readyz", timeout=aiohttp.ClientTimeout(1.0)) as answer:
-                            if answer.status == 200:
-                                return place
+                for place in range(len(self.daemons)):
+                    if await self.is_ready(session, place):
+                        return place
                 await be_slow(0.02)
+
+    async def is_ready(self, session: aiohttp.ClientSession, place: int) -> bool:
+        """Return whether a coordinator answers as the one that leads."""
+        try:
+            async with session.get(f"{self.urls[place]}/readyz", timeout=aiohttp.ClientTimeout(1.0)) as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
     async def kill(self) -> None:
         """Kill both, also those that are stopped."""

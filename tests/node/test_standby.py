@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import signal
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,6 +38,7 @@ from prime_lab.s3_server import BUCKET, S3Server
 from prime_node.adapters.storage.folder_blobs import FolderDocuments
 from prime_node.adapters.storage.leader_terms import ANSWER_SHARE, HeldTerm, TermRow, WatchedTerm
 from prime_node.adapters.storage.postgres_leader import TermKeeper
+from prime_node.adapters.storage.postgres_store import SESSION, postgres_database
 from prime_node.adapters.web.noted_resolver import NotedResolver
 from prime_node.cli.outcome import MAY_PASS, outcome_of
 from prime_node.cli.wire_store import open_blobs, open_storage
@@ -185,6 +188,32 @@ async def test_a_first_copy_of_documents_that_was_killed_is_made_again(
     other = await asyncpg.connect(url)
     assert [row[0] for row in await other.fetch("SELECT name FROM documents ORDER BY name")] == ["a.json", "c.json"]
     await other.close()
+
+
+async def test_a_leader_that_is_stopped_within_a_transaction_is_replaced(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the row of its term stayed locked for as long as its process was stopped."""
+    monkeypatch.setitem(SESSION, "idle_in_transaction_session_timeout", "1s")
+    url, has_begun = postgres.make_database(), asyncio.Event()
+    stopped = await postgres_database(url, run="ab" * 32)
+
+    async def never_whole() -> AsyncIterator[tuple[str, str, bytes]]:
+        yield "public", "a.json", b"a"
+        has_begun.set()
+        await asyncio.Event().wait()
+
+    writing = asyncio.ensure_future(stopped.write_first_documents(never_whole()))
+    await has_begun.wait()
+    assert stopped.keeper is not None
+    await stopped.keeper.end()
+    following = TermKeeper(partial(asyncpg.connect, url), term_s=5.0, place="db")
+    async with asyncio.timeout(30.0):
+        await following.begun(is_patient=True)
+    await following.end()
+    writing.cancel()
+    await asyncio.wait({writing})
+    await stopped.close()
 
 
 async def published(parts: Parts, url: str) -> SignedManifest:

@@ -46,8 +46,9 @@ PORT_MAX = 65_535
 READERS_MAX = 4
 FENCED = "PR001"
 """SQLSTATE of a write in an older epoch (schema/postgres/0001.sql)."""
-_SESSION = {
+SESSION = {
     "application_name": "prime-node coordinator",
+    "idle_in_transaction_session_timeout": "30s",  # a leader that is stopped within one would keep all others from taking over
     "statement_timeout": "0",  # WRITE_SECONDS bounds a write, whatever the server's default
     "tcp_keepalives_idle": str(KEEPALIVE_SECONDS // 2),
     "tcp_keepalives_interval": "1",
@@ -260,7 +261,7 @@ async def _in_time(write: Awaitable[_T]) -> _T:
 
 
 async def _connected(url: str) -> asyncpg.Connection:
-    made = await asyncpg.connect(url, timeout=CONNECT_SECONDS, server_settings=_SESSION)
+    made = await asyncpg.connect(url, timeout=CONNECT_SECONDS, server_settings=SESSION)
     await _settle(made)
     return made
 
@@ -316,7 +317,7 @@ async def _pool(url: str) -> asyncpg.Pool:
         min_size=1,
         max_size=READERS_MAX,
         timeout=CONNECT_SECONDS,
-        server_settings=_SESSION,
+        server_settings=SESSION,
         init=_settle,
         reset=_stay_settled,
     )
