@@ -52,7 +52,7 @@ async def leased_and_judged(world: World) -> tuple[Lease, Envelope]:
     return lease, (await receipts_of(world))[-1]
 
 
-def check_kept(
+async def check_kept(
     is_kept: bool, folder: Path, run: PinnedRun, lease: Lease, receipt: Envelope, *, now_ms: int, bundle: str = ""
 ) -> None:
     """Check whether Anna's worker keeps a receipt with its lease, as a contradiction."""
@@ -60,10 +60,16 @@ def check_kept(
     signed = seal(lease, PayloadType.LEASE, COORDINATOR)
     book.note_lease(lease, signed)
     if bundle:
-        book.note_bundle(bundle, lease.lease_id)
+        await book.note_bundle(bundle, lease.lease_id)
     book.add(ReceiptList(receipts=(receipt.to_bytes().decode(),), next=1), now_ms=now_ms)
-    kept = [file.read_bytes().splitlines() for file in folder.glob("contradiction-*.jsonl")]
-    assert kept == ([[run.envelope.to_bytes(), signed.to_bytes(), receipt.to_bytes()]] if is_kept else [])
+    assert contradictions_in(folder) == (
+        [[run.envelope.to_bytes(), signed.to_bytes(), receipt.to_bytes()]] if is_kept else []
+    )
+
+
+def contradictions_in(folder: Path) -> list[list[bytes]]:
+    """Return the lines of each contradiction that a worker keeps."""
+    return [file.read_bytes().splitlines() for file in folder.glob("contradiction-*.jsonl")]
 
 
 async def shown_by(world: World) -> Shown:

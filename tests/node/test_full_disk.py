@@ -123,6 +123,37 @@ async def test_a_whole_database_on_a_full_disk_may_be_opened_once_there_is_room(
     await (await open_sqlite(disk / "state.sqlite", run=RUN)).close()
 
 
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Let this process have only `count` more descriptors."""
+    limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 64, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(count):
+            os.close(held.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+
+
+async def test_a_database_without_descriptors_may_be_opened_once_there_are_some(tmp_path: Path) -> None:
+    """It was a final fault, so that no service started the coordinator again: SQLite only says that it cannot open a file."""
+    path = tmp_path / "state.sqlite"
+    await (await open_sqlite(path, run=RUN)).close()
+    for count in range(5):
+        with descriptors_left(count), pytest.raises((OSError, LocalError)) as caught:
+            await open_sqlite(path, run=RUN)
+        code, line = outcome_of(caught.value) or (0, "")
+        assert code == MAY_PASS, f"{count} left: {line}"
+        assert "raise the limit on open files" in line, f"{count} left: {line}"
+    await (await open_sqlite(path, run=RUN)).close()
+
+
 def test_a_full_disk_is_reported_and_the_checkpoint_before_stays_whole(disk: Path, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     backend = TorchBackend(model, seed=1, threads=1)

@@ -103,6 +103,15 @@ def test_overrides_are_kept_beside_the_config(demo: Made) -> None:
     assert demo.run_dir.overrides() == GIVEN
 
 
+def test_a_lost_config_of_a_run_is_said(demo: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lost = RunDir(shutil.copytree(demo.run_dir.path, tmp_path / "run"))
+    Options.of_run(str(lost.path), None, [])
+    assert not caplog.records
+    lost.config.unlink()
+    Options.of_run(str(lost.path), None, [])
+    assert f"{lost.config} is missing: put back a copy; without it, settings have their defaults" in caplog.text
+
+
 def test_a_role_is_told_what_its_run_was_made_with_and_then_the_command_line(demo: Made, tmp_path: Path) -> None:
     folder = str(demo.run_dir.path)
     config = Options.of_run(folder, None, ["trainer.optimizer.beta2=0.8"]).load(TrainerConfig)

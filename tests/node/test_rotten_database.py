@@ -99,6 +99,12 @@ async def test_a_lost_end_of_the_log_is_named(copy: Path) -> None:
         await content(copy)
 
 
+async def test_a_lost_tail_is_said_once_and_written_again(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (copy / "state.sqlite-tail").unlink()
+    await content(copy)
+    assert "state.sqlite-tail is missing, so lost rows at the end are not noticed this time" in caplog.text
+
+
 async def test_a_store_behind_what_its_coordinator_signed_is_refused(copy: Path) -> None:
     for name in DATABASE:
         (copy / name).unlink()

@@ -94,7 +94,7 @@ async def test_a_worker_keeps_a_receipt_that_hides_a_swapped_seed_with_its_lease
     group, now_ms = lease.groups[0], world.parts.clock.now_ms()
     swapped = lease.model_copy(update={"groups": (group.model_copy(update={"seeds": (7, *group.seeds[1:])}),)})
     for leased, is_kept in ((lease, False), (swapped, True)):
-        check_kept(is_kept, tmp_path / str(is_kept), world.run, leased, receipt, now_ms=now_ms)
+        await check_kept(is_kept, tmp_path / str(is_kept), world.run, leased, receipt, now_ms=now_ms)
 
 
 async def test_changed_seeds_in_a_receipt_or_a_head_are_detected() -> None:
@@ -181,7 +181,7 @@ async def test_a_receipt_of_more_groups_than_were_leased_is_a_contradiction_too(
     assert honest.assigned is not None
     more = honest.assigned.model_copy(update={"slots": ((0, 3),), "draws": (1, 1, 1)})
     lie = seal(honest.model_copy(update={"assigned": more}), PayloadType.RECEIPT, COORDINATOR)
-    check_kept(True, tmp_path / "kept", world.run, lease, lie, now_ms=honest.at_ms)
+    await check_kept(True, tmp_path / "kept", world.run, lease, lie, now_ms=honest.at_ms)
 
 
 def chain(length: int) -> list[bytes]:

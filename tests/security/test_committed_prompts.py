@@ -42,7 +42,7 @@ async def test_a_worker_keeps_a_receipt_that_hides_a_false_prompt_with_its_lease
     false = with_prompt(lease, (1, 2, 3))
     for leased, is_kept in ((lease, False), (false, True)):
         now_ms = world.parts.clock.now_ms()
-        check_kept(is_kept, tmp_path / str(is_kept), world.run, leased, receipt, now_ms=now_ms)
+        await check_kept(is_kept, tmp_path / str(is_kept), world.run, leased, receipt, now_ms=now_ms)
 
 
 async def test_a_receipt_states_the_prompts_of_its_lease_even_if_the_environment_has_changed(

@@ -195,18 +195,37 @@ def listed(*signed: Envelope, after: int = 0) -> ReceiptList:
     return ReceiptList(receipts=texts, next=after + len(texts))
 
 
-def test_a_lease_counts_as_answered_after_a_restart_with_or_without_its_receipt(tmp_path: Path) -> None:
+async def test_a_lease_counts_as_answered_after_a_restart_with_or_without_its_receipt(tmp_path: Path) -> None:
     leases, note = [digest_of(b"lease %d" % number) for number in (1, 2, 3)], tmp_path / "answered.txt"
-    book_in(tmp_path).note_bundle(digest_of(b"bundle 1"), leases[0])
+    await book_in(tmp_path).note_bundle(digest_of(b"bundle 1"), leases[0])
     with note.open("a") as file:
         file.write(leases[2][:20])  # a crash while it was written
-    book_in(tmp_path).note_bundle(digest_of(b"bundle 2"), leases[1])
+    await book_in(tmp_path).note_bundle(digest_of(b"bundle 2"), leases[1])
     book = book_in(tmp_path)
     book.add(listed(receipt_of(1)), now_ms=0)
     for _ in range(2):
         assert [book.is_answered(lease) for lease in leases] == [True, True, False]
         book = book_in(tmp_path)
     assert note.read_text() == f"{leases[1]}\n", "a receipt says the same"
+
+
+async def test_the_note_of_answered_leases_stays_small_while_the_worker_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it grew by a line a bundle until the next start."""
+    monkeypatch.setattr(receipts, "ANSWERED_LINES", 4)
+    book, note, most = book_in(tmp_path), tmp_path / "answered.txt", 0
+    first, second = digest_of(b"another lease"), digest_of(b"yet another lease")
+    await asyncio.gather(*(book.note_bundle(digest_of(lease.encode()), lease) for lease in (first, second)))
+    for number in range(20):
+        await book.note_bundle(digest_of(b"bundle %d" % number), digest_of(b"lease %d" % number))
+        book.add(listed(receipt_of(number), after=number), now_ms=0)
+        most = max(most, len(note.read_text().splitlines()))
+    assert most <= 2 + 1 + 4
+    assert {first, second} < set(note.read_text().split()), "no receipt says the same"
+    for one in (book, book_in(tmp_path)):
+        leases = [first, second, *(digest_of(b"lease %d" % number) for number in range(21))]
+        assert [one.is_answered(lease) for lease in leases] == [True] * 22 + [False]
 
 
 def test_receipts_without_end_fill_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ async def test_a_worker_keeps_a_receipt_that_differs_from_the_lease_of_its_bundl
     lie = seal(receipt.model_copy(update=changes), PayloadType.RECEIPT, COORDINATOR)
     for shown, is_kept in ((honest, False), (lie, True)):
         folder, now_ms = tmp_path / str(is_kept), receipt.at_ms
-        check_kept(is_kept, folder, world.run, lease, shown, now_ms=now_ms, bundle=receipt.bundle)
+        await check_kept(is_kept, folder, world.run, lease, shown, now_ms=now_ms, bundle=receipt.bundle)
 
 
 async def test_a_second_receipt_without_seeds_hides_no_swapped_ones(swapped: Said) -> None:

@@ -20,6 +20,7 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.folder_lock import FolderLock
 from prime_node.inside import refuse_links
 from prime_node.keyfile import load_key
+from prime_node.ports.documents import RUN_NAME
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
@@ -116,7 +117,13 @@ async def _coordinate(
     lock = FolderLock(run_dir.coordinator)  # taken before anything in the folder is opened or removed
     pinned = run_dir.load_run()
     if not run_dir.join_link_file.exists():
-        write_join_link(run_dir, pinned, url=f"http://{settings.host}:{settings.port or PORT}")
+        made = write_join_link(run_dir, pinned, url=f"http://{settings.host}:{settings.port or PORT}")
+        if (run_dir.public / RUN_NAME).exists():
+            log.warning(
+                "%s was missing and is now %s; if contributors use another address, put back a copy",
+                run_dir.join_link_file,
+                made,
+            )
     link = run_dir.join_link()
     hosts = (*settings.hosts, *(urlsplit(url).hostname or "" for url in (link.url, *pinned.spec.coordinators)))
     settings = settings.model_copy(update={"port": listening_port(link, settings), "hosts": hosts})

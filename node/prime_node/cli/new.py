@@ -92,8 +92,7 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
     )
     # Report an error in the environments' options before anything is signed.
     wire.check_environments(run.spec, run_dir.model, grants, folder=run_dir.path / "keys")
-    if config_file is not None:
-        write_durably(run_dir.config, config_file.read_bytes())
+    write_durably(run_dir.config, b"" if config_file is None else config_file.read_bytes())
     write_durably(run_dir.overrides_file, "".join(f"{line}\n" for line in options.assignments).encode())
     write_durably(run_dir.run_spec, run.envelope.to_bytes())
     return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
@@ -12,6 +13,8 @@ from typer.core import TyperGroup
 from prime_node.cli.run_dir import RunDir
 from prime_node.config import Settings, check_sections, parse_overrides, read_toml
 from prime_protocol.errors import LocalError
+
+log = logging.getLogger(__name__)
 
 Section = Literal["run", "up", "coordinator", "gateway", "trainer", "validator", "worker", "environments"]
 SECTIONS = set(get_args(Section))
@@ -91,7 +94,10 @@ class Options:
         _refuse_ignored([one for one in assignments if one not in run_dir.overrides()], reads)
         if file is not None:
             return cls(file, assignments)
-        return cls(run_dir.config if run_dir.config.exists() else None, [*run_dir.overrides(), *assignments])
+        is_there = run_dir.config.exists()
+        if not is_there:
+            log.warning("%s is missing: put back a copy; without it, settings have their defaults", run_dir.config)
+        return cls(run_dir.config if is_there else None, [*run_dir.overrides(), *assignments])
 
     def load(self, settings: type[S]) -> S:
         """Load the settings of one role. Raises LocalError."""

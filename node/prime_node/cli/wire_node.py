@@ -61,10 +61,10 @@ def links_of(follower: Follower, peer: Peer | None) -> Traffic:
     from prime_node.worker.status import Traffic
 
     received, keys, now = follower.received, follower.run.keys.current, follower.download
-    operators = {*keys.coordinator, *keys.trainer}
+    operators = {*keys.coordinator, *keys.trainer, *(source.name for source in follower.pool.lasting)}
     traffic = Traffic(
         down_bytes=sum(received.values()),
-        peer_bytes=sum(received[name] for name in received if name not in operators and "://" not in name),
+        peer_bytes=sum(received[name] for name in received.keys() - operators),
         done_bytes=0 if now is None else now.bytes_done,
         all_bytes=0 if now is None else now.bytes_total,
     )

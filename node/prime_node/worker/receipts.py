@@ -6,7 +6,10 @@ none; the last receipt of a bundle counts. At the start each line's signature is
 cursor says. A damaged file is put aside, its good lines are kept, and the coordinator is asked for all receipts again.
 
 A lease for which a bundle was signed is noted in answered.txt before the bundle is sent, and until its receipt is here: after a
-restart too, a coordinator that grants it again gets no second bundle, with which it could convict this worker.
+restart too, a coordinator that grants it again gets no second bundle, with which it could convict this worker. At the start, and
+after each ANSWERED_LINES lines, only leases without a receipt stay in the file.
+
+Concurrency: a book belongs to the event loop, which alone changes it. `note_bundle` writes in a thread, one call at a time.
 
 If a receipt contradicts the lease of its bundle, both are kept in contradiction-LEASE.jsonl, with the RunSpec and the key
 rings: the coordinator signed both, so one of them is false (SPEC.md, sections 9 and 21).
@@ -14,6 +17,7 @@ rings: the coordinator signed both, so one of them is false (SPEC.md, sections 9
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -54,6 +58,8 @@ class Tally:
 _LEASE_ID = re.compile(rb"[0-9a-f]{64}")
 LEASES_KEPT = 64
 """Number of newest signed leases kept until the receipt of their bundle."""
+ANSWERED_LINES = 1_024
+"""Lines of 65 bytes that are appended to answered.txt before it is written again."""
 LEASES_BYTES_MAX = 4 * limits.WORK_BYTES_MAX
 """Bytes of these leases in memory, which hold prompts."""
 RECEIPTS_BYTES_MAX = 2**30
@@ -96,6 +102,10 @@ def _cursor_in(line: bytes) -> tuple[int, int] | None:
     return numbers[0], sum(numbers[1:2])
 
 
+def _answered_lines(leases: Iterable[bytes]) -> bytes:
+    return "".join(f"{lease.hex()}\n" for lease in sorted(leases)).encode()
+
+
 def _intact(line: bytes) -> Envelope | None:
     """Return the receipt in a line; None if it is not what was written. Who may sign was checked then."""
     try:
@@ -124,8 +134,13 @@ class ReceiptBook:
         """Rollouts by outcome, and the tokens credited."""
         self._leases: OrderedDict[str, Envelope] = OrderedDict()
         self._bundles: OrderedDict[str, str] = OrderedDict()
-        self._answered: set[bytes] = set()
-        """Leases for which a bundle was signed."""
+        self._settled: set[bytes] = set()
+        """Leases that a receipt names."""
+        self._waiting: set[bytes] = set()
+        """Leases for which a bundle was signed, and that no receipt names yet."""
+        self._num_appended = 0
+        """Lines of answered.txt since it was written as a whole."""
+        self._noting = asyncio.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             envelopes = self._read()
@@ -147,23 +162,30 @@ class ReceiptBook:
             del held[0]
             self._leases.popitem(last=False)
 
-    def note_bundle(self, bundle: str, lease_id: str) -> None:
+    async def note_bundle(self, bundle: str, lease_id: str) -> None:
         """Remember the lease of a signed bundle, so that its receipt is compared with that lease whatever lease it names.
 
         The lease is on disk when it returns. Raises LocalError.
         """
-        self._answered.add(bytes.fromhex(lease_id))
-        try:
-            self._append([lease_id.encode()], to=self._answered_file)
-        except OSError as error:
-            raise disk_fault(error, f"answered leases {self._answered_file}") from None
+        self._waiting.add(bytes.fromhex(lease_id))
         self._bundles[bundle] = lease_id
         if len(self._bundles) > LEASES_KEPT:
             self._bundles.popitem(last=False)
+        try:
+            async with self._noting:
+                if self._num_appended >= ANSWERED_LINES:
+                    await asyncio.to_thread(write_durably, self._answered_file, _answered_lines(self._waiting))
+                    self._num_appended = 0
+                else:
+                    await asyncio.to_thread(self._append, [lease_id.encode()], to=self._answered_file)
+                    self._num_appended += 1
+        except OSError as error:
+            raise disk_fault(error, f"answered leases {self._answered_file}") from None
 
     def is_answered(self, lease_id: str) -> bool:
         """Return whether a bundle was signed for a lease of this id."""
-        return bytes.fromhex(lease_id) in self._answered
+        lease = bytes.fromhex(lease_id)
+        return lease in self._waiting or lease in self._settled
 
     def add(self, answer: ReceiptList, *, now_ms: int) -> None:
         """Verify and store receipts. `now_ms` is this machine's Unix time in milliseconds.
@@ -220,14 +242,13 @@ class ReceiptBook:
 
     def _restore_answered(self, noted: bytes) -> None:
         """Take the leases that were noted before the start. Drop damaged lines, and leases that a receipt names."""
-        leases = [bytes.fromhex(line.decode()) for line in noted.split() if _LEASE_ID.fullmatch(line)]
-        waiting = [lease for lease in leases if lease not in self._answered]
+        leases = {bytes.fromhex(line.decode()) for line in noted.split() if _LEASE_ID.fullmatch(line)}
+        self._waiting = leases - self._settled
         try:
-            if (kept := "".join(f"{lease.hex()}\n" for lease in waiting).encode()) != noted:
+            if (kept := _answered_lines(self._waiting)) != noted:
                 write_durably(self._answered_file, kept)
         except OSError as error:
             raise disk_fault(error, f"answered leases {self._answered_file}") from None
-        self._answered.update(waiting)
 
     def _compare(self, receipt: Receipt, signed: Envelope) -> None:
         known = self._leases.get(self._bundles.get(receipt.bundle, receipt.lease_id))
@@ -257,7 +278,9 @@ class ReceiptBook:
         return receipt
 
     def _note(self, receipt: Receipt, digest: str) -> None:
-        self._answered.add(bytes.fromhex(receipt.lease_id))
+        lease = bytes.fromhex(receipt.lease_id)
+        self._settled.add(lease)
+        self._waiting.discard(lease)
         before = self._latest.pop(receipt.bundle, None)
         settles_all = False
         if before is not None:

@@ -273,7 +273,7 @@ async def fulfil(worker: Worker, lease: Lease, begun: asyncio.Event) -> None:
         created_at_ms=worker.clock.now_ms(),
         lease_digest=in_hand.digest,
     )
-    await asyncio.to_thread(lambda: worker.receipts.note_bundle(digest_of(parcel), lease.lease_id))
+    await worker.receipts.note_bundle(await asyncio.to_thread(digest_of, parcel), lease.lease_id)
     await unless(worker.grace_over.wait(), worker.spool.put(parcel, lease.lease_id))
     _close(worker, lease)
 

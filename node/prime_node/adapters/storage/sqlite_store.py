@@ -33,7 +33,7 @@ from prime_node.adapters.storage.schema_versions import (
     require_run,
 )
 from prime_node.adapters.storage.sql_store import TABLES, Batch, Row, SqlStore
-from prime_node.files import sync
+from prime_node.files import DISK_FAULTS, PASSING_FAULTS, sync
 from prime_node.inside import naming, read_regular
 from prime_node.ports.store import StoreConflict
 from prime_protocol.errors import LocalError, TransientFault
@@ -67,6 +67,8 @@ _OF_DISK = (
 """Errors that say nothing about the file's content."""
 _SHM_BYTES = 2**15
 """Bytes of a new `*-shm`; without room for them, SQLite says that the disk cannot be read or written."""
+_FILES = 6
+"""Descriptors of two connections: the database, its `-wal` and its `-shm`."""
 _INDEX = re.compile(r"CREATE (UNIQUE )?INDEX (IF NOT EXISTS )?\w+ ON \w+ \(\w+(, \w+)*\)")
 """An index of columns alone."""
 
@@ -152,10 +154,15 @@ class SqliteDatabase:
             if await self._faults():
                 raise damaged(self.place, f"its structure ({faults[0]})")
             log.warning("%s: an index was damaged (%s) and is made again", self._path, faults[0])
-        if (tail := await asyncio.to_thread(self._read_tail)) is None:
-            return
         lasts = [f"(SELECT coalesce(max({TABLES[table][0]}), -1) FROM {table})" for table in _TAIL_TABLES]
         (found,) = await self.fetch(f"SELECT {', '.join(lasts)}")
+        tail = await asyncio.to_thread(self._read_tail)
+        if isinstance(tail, str):
+            if max(found) >= 0:
+                log.warning(
+                    "%s is %s, so lost rows at the end are not noticed this time; it is written again", self._tail, tail
+                )
+            return
         for table, last, known in zip(_TAIL_TABLES, found, tail, strict=True):
             if last < known:
                 raise LocalError(
@@ -236,18 +243,17 @@ class SqliteDatabase:
     async def _faults(self) -> list[str]:
         return [row[0] for row in await self.fetch("PRAGMA integrity_check(1)") if row[0] != "ok"]
 
-    def _read_tail(self) -> tuple[int, ...] | None:
-        """Return the last event, change and ledger line that were written; None if that is unknown."""
+    def _read_tail(self) -> tuple[int, ...] | str:
+        """Return the last event, change and ledger line that were written, or what is wrong with the file."""
         try:
             *numbers, digest = read_regular(self._tail)[:_TAIL_BYTES_MAX].decode("ascii").split()
             if len(numbers) == len(_TAIL_TABLES) and digest == row_digest(*numbers):
                 return tuple(map(int, numbers))
         except FileNotFoundError:
-            return None
+            return "missing"
         except (UnicodeDecodeError, ValueError):
             pass
-        log.warning("%s is damaged, so lost rows at the end would not be noticed; it is written again", self._tail)
-        return None
+        return "damaged"
 
     def _write_tail(self, *numbers: int) -> None:
         line = " ".join(map(str, (*numbers, row_digest(*numbers))))
@@ -338,9 +344,17 @@ def _unusable(path: Path, error: sqlite3.DatabaseError) -> LocalError:
 
 
 def _unwritable(path: Path, error: sqlite3.Error) -> LocalError:
+    """Return the error of one line. SQLite does not say that descriptors or a few bytes are missing, so that is measured."""
     is_full = False
-    with contextlib.suppress(OSError):
+    try:
         is_full = shutil.disk_usage(path.parent).free < _SHM_BYTES
+        with contextlib.ExitStack() as files:
+            for _ in range(_FILES):
+                files.enter_context(Path(os.devnull).open())
+    except OSError as missing:
+        if missing.errno in PASSING_FAULTS:
+            advice = DISK_FAULTS[missing.errno]
+            return TransientFault(f"{path} cannot be opened ({missing.strerror}): {advice}, then start again")
     if is_full or getattr(error, "sqlite_errorcode", 0) & _PRIMARY == sqlite3.SQLITE_FULL:
         return TransientFault(f"{path} cannot be written ({error}): free some space, then start again")
     return LocalError(f"{path} cannot be written ({error}): check the disk and who may write there, then start again")

@@ -42,7 +42,11 @@ class ExplainedRefusal(RemoteError):
 
 
 class _Answer(aiohttp.ClientResponse):
-    """An answer; too many interim ones before it end the connection: a server could send them faster than they are read."""
+    """An answer; too many interim ones before it end the connection.
+
+    aiohttp reads interim answers in a loop without a bound, a setting or a hook. If they arrive faster than it reads, the loop
+    never waits, so no timeout ends it. Therefore `start` counts the reads, in place of the connection's own function.
+    """
 
     async def start(self, connection: Any) -> aiohttp.ClientResponse:
         """Read the head of the answer. Raises ValueError after INTERIM_ANSWERS_MAX."""
