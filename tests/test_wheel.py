@@ -15,7 +15,7 @@ from tests.source_tree import PACKAGES, ROOT, imports_of, modules, parsed
 from prime_node.cli.main import CONTROLS
 
 pytestmark = pytest.mark.xdist_group("source tree")
-BYTES_MAX = 1_658_300
+BYTES_MAX = 1_656_000
 """The aim is 800,000 bytes. Code alone takes 940,000, docstrings and comments 460,000, the names and hashes of 720 files
 140,000. Lower the bound whenever the wheel shrinks.
 The page in the browser takes 40,000: its own files 22,000, its history and its live changes the rest. Standbys take 10,000,
@@ -26,10 +26,6 @@ places that networks share 2,000, rarer lines between peers 700."""
 ENTRY_POINTS = ("prime_node", "prime_node.__main__", "prime_node.cli.main")
 FOR_OTHER_PROGRAMS = {
     "encode_checkpoint": "the encoder in one call, as SPEC.md describes it",
-    "margins_of": "the reference of the engines' filters, in numpy",
-    "choice_of": "the reference of the engines' filters, in numpy",
-    "cooler_of": "the reference of the engines' compared choices, in numpy",
-    "looser_of": "the reference of the engines' compared choices, in numpy",
     "shipped_calibration": "the default of `prime-node new`, for programs that make a run",
 }
 """Public functions that no module of the wheel calls, and what they are for."""

@@ -77,10 +77,6 @@ class BitTorrentPicker:
         self._sources[name] = _Source()
         self.has(name, has)
 
-    def has_all(self, name: str) -> None:
-        """Record that a source has every block."""
-        self.has(name, self._all)
-
     def has(self, name: str, announced: PieceSet) -> None:
         """Record blocks of a source. Only complete groups count."""
         source = self._sources[name]

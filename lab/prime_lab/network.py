@@ -164,8 +164,7 @@ class Simulation:
         node.is_here = True
 
     def _add_origin(self, node: _Node) -> None:
-        node.picker.add(self._names[ORIGIN], is_web_seed=not self._world.origin_is_peer)
-        node.picker.has_all(self._names[ORIGIN])
+        node.picker.add(self._names[ORIGIN], has=self._everything, is_web_seed=not self._world.origin_is_peer)
 
     def _join(self, node: _Node) -> None:
         if not node.is_here:

@@ -5,11 +5,13 @@ After `write_durably` has returned, the file is complete, even after kill -9 or 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from prime_node.inside import naming, open_regular, read_regular
@@ -51,6 +53,15 @@ def disk_fault(error: OSError, place: object = "") -> LocalError:
     kind = TransientFault if error.errno in PASSING_FAULTS else LocalError
     advice = DISK_FAULTS.get(error.errno or 0, "check the disk")
     return kind(f"{where}{': ' if where else ''}{error.strerror or error}; {advice}, then start again")
+
+
+@contextlib.contextmanager
+def disk_faults(place: object = "") -> Iterator[None]:
+    """Raise an OSError of the `with` block as `disk_fault` returns it."""
+    try:
+        yield
+    except OSError as error:
+        raise disk_fault(error, place) from None
 
 
 def write_durably(path: Path, data: bytes, *, partial_folder: Path | None = None, mode: int = 0o666) -> None:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from prime_node.files import disk_fault
+from prime_node.files import disk_fault, disk_faults
 from prime_node.inside import open_regular, refuse_links
 from prime_protocol.errors import LocalError
 
@@ -27,12 +27,10 @@ class FolderLock:
 
         Raises FolderInUse if another process holds it, LocalError if it cannot be locked or a link in it could lead elsewhere.
         """
-        try:
+        with disk_faults(folder):
             folder.mkdir(parents=True, exist_ok=True)
             refuse_links(folder)
             self._descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT, mode=0o600)
-        except OSError as error:
-            raise disk_fault(error, folder) from None
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -130,7 +130,7 @@ async def first_answer(asks: Sequence[Callable[[], Coroutine[Any, Any, T]]], *, 
             errors += [error for task in done if isinstance(error := task.exception(), RemoteError | Unreachable)]
         raise errors[0]
     finally:
-        await _cancelled([*running])
+        await cancel_all(*running)
 
 
 async def first_of(*waiting: Awaitable[object]) -> None:
@@ -141,7 +141,7 @@ async def first_of(*waiting: Awaitable[object]) -> None:
         for task in done:
             task.result()
     finally:
-        await _cancelled(tasks)
+        await cancel_all(*tasks)
 
 
 async def at_once(work: Sequence[Callable[[], Coroutine[Any, Any, T]]], *, most: int) -> list[T]:
@@ -161,7 +161,7 @@ async def at_once(work: Sequence[Callable[[], Coroutine[Any, Any, T]]], *, most:
             raise causes_of(error)[0] from None
         return [task.result() for task in tasks]
     finally:
-        await _cancelled(tasks)
+        await cancel_all(*tasks)
 
 
 async def unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
@@ -177,7 +177,7 @@ async def unless(interrupt: Coroutine[Any, Any, object], work: Coroutine[Any, An
         interrupted.result()
         return None
     finally:
-        await _cancelled([doing, interrupted])
+        await cancel_all(doing, interrupted)
 
 
 def causes_of(error: BaseException) -> list[BaseException]:
@@ -187,7 +187,8 @@ def causes_of(error: BaseException) -> list[BaseException]:
     return [cause for one in error.exceptions for cause in causes_of(one)]
 
 
-async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended, whatever they raise."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -38,11 +38,11 @@ class EncodedCheckpoint:
         return (self.index, *self.parts)
 
 
-def tensor_table(weights: Weights, *, pool: Executor | None = None) -> tuple[TensorEntry, ...]:
-    """Return the tensor table of a manifest. A pool of threads hashes tensors in parallel."""
+def tensor_table(weights: Weights) -> tuple[TensorEntry, ...]:
+    """Return the tensor table of a manifest."""
     return tuple(
         TensorEntry(name=name, dtype=tensor.dtype, shape=tensor.shape, digest=digest)
-        for (name, tensor), digest in zip(weights.items(), tensor_digests(weights.values(), pool), strict=True)
+        for (name, tensor), digest in zip(weights.items(), tensor_digests(weights.values()), strict=True)
     )
 
 

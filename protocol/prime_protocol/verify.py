@@ -42,6 +42,12 @@ from prime_protocol.verdict import RejectReason, Verdict
 
 SHARPER, FLATTER = 0.8, 1.25
 """Temperatures, relative to the run's, that unseeded choices are compared with."""
+COOLER = 0.95
+"""Temperature, relative to the run's, that seeded choices are compared with."""
+LOOSE = (0.06, 0.12)
+"""Nats. Scales of the errors of scores that seeded choices are compared with: as in bf16, and twice as large."""
+OUTSIDE_MIN = -1.0
+"""Nats. Lower bound of top-p slack, so that no implementation has to sort the tail of the vocabulary."""
 LIKELIHOOD_RATIOS = ("sharper", "flatter")
 """Statistics that may be below 0: their exponential has mean 1 if the worker samples from the policy."""
 RATIO_NATS_MIN = -60.0
@@ -73,8 +79,7 @@ class Prefill:
     """[T] by how much independent errors of the logits, alike for all tokens of the vocabulary, change the logprob: with p the
     chosen token's probability, sqrt((1 - p)^2 + sum of the others' p^2)."""
     cooler_T: npt.NDArray[np.float32] | None = None
-    """[T] with seeds, above temperature 0 and without filters: the margin less that at a lower temperature
-    (compared_choices.py)."""
+    """[T] with seeds, above temperature 0 and without filters: the margin less that at COOLER times the temperature."""
     looser_T: npt.NDArray[np.float32] | None = None
     """[T] where `cooler_T` is: nats by which larger errors of the scores would make the choice likelier."""
 
@@ -182,7 +187,7 @@ def statistics(rollouts: Rollouts, prefill: Prefill) -> Statistics:
     - logprob [T]: nats between the claimed logprob and the recomputed one
     - norm [T]: the same over the spread that errors of the logits have at this token, if `prefill` has it
     - square [T]: the square of norm
-    - cooler, looser [T]: what would explain the choice (compared_choices.py), if `prefill` has them; may be below 0
+    - cooler, looser [T]: what would explain the choice better (SPEC.md, section 11), if `prefill` has them; may be below 0
     - apart [T]: |1 - p / p'| of their probabilities, the only thing that explains a flip (excess_flips.py)
     - rise [T]: p / p' - 1, with its sign (shading.py)
     - stop [T]: margin of a stop token, or the lead of the best one over the chosen token, if `prefill` has it

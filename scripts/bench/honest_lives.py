@@ -37,7 +37,6 @@ from prime_protocol.calibration import BUNDLES_OF_A_LIFE
 from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.close_flips import CLOSE_FLIPS, close_bets
 from prime_protocol.close_flips import STAKES as CLOSE_STAKES
-from prime_protocol.compared_choices import COOLER, LOOSE
 from prime_protocol.evidence import Moments, Sums, calibrate_statistics, folded, log_evidence
 from prime_protocol.excess_flips import EXCESS_FLIPS
 from prime_protocol.excess_flips import SLACK as FLIP_SLACK
@@ -45,8 +44,10 @@ from prime_protocol.excess_flips import STAKES as FLIP_STAKES
 from prime_protocol.reward_ranks import RATES, REWARD_RANKS, rank_sums
 from prime_protocol.shading import REWARD_SLACK, SHADING, SHADING_BY_REWARD, STAKES, bets
 from prime_protocol.verify import (
+    COOLER,
     FLATTER,
     LIKELIHOOD_RATIOS,
+    LOOSE,
     OF_SEEDS,
     SHARPER,
     SPREAD_MIN,

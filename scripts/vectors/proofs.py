@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prime_lab.filter_reference import choice_of, cooler_of, looser_of, margins_of, slack_of
 from prime_protocol.assignment import Lease, Sampling
-from prime_protocol.compared_choices import cooler_of, looser_of
 from prime_protocol.noise import gumbel_noise
-from prime_protocol.nucleus import choice_of, margins_of, slack_of
 from prime_protocol.proof import build_proofs
 from prime_protocol.rollout import Completion, Rollouts, rollouts_for
 from vectors.folder import Case, Folder

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from prime_lab.filter_reference import choice_of, cooler_of, looser_of, margins_of
 from prime_node.adapters.engines.token_scores import Judged, judge_tokens, prefill_of
 from prime_node.validator.alternatives import evidence_of_lives, tokens_until_ban
 from prime_node.validator.calibrating import Errors
 from prime_protocol.assignment import Sampling
 from prime_protocol.check_policy import EVIDENCE_MAX
-from prime_protocol.compared_choices import COOLER, LOOSE, cooler_of, looser_of
 from prime_protocol.evidence import Moments
 from prime_protocol.noise import gumbel_noise
-from prime_protocol.nucleus import choice_of, margins_of
+from prime_protocol.verify import COOLER, LOOSE
 
 VOCAB, LENGTH = 300, 32
 NOISE = 0.06

@@ -94,12 +94,12 @@ async def test_two_heads_that_disagree_are_kept_as_evidence(tmp_path: Path) -> N
         await work(world)
         client = world.client(ANNA)
         signed, lines = await client.ledger_head(), await client.ledger(0)
-    other = rewritten(world.run, payloads(lines)[::-1])
-    report = await audit_ledger(other, world.run, known=[signed])
+    other, kept = rewritten(world.run, payloads(lines)[::-1]), [Shown(lines, signed)]
+    report = await audit_ledger(other, world.run, kept=kept)
     assert report.faults == ["an earlier signed head names another entry 1 than the ledger has"]
     assert report.evidence == [other.head, signed]
     shorter = rewritten(world.run, payloads(lines)[:1])
-    report = await audit_ledger(shorter, world.run, known=[signed])
+    report = await audit_ledger(shorter, world.run, kept=kept)
     assert report.faults == ["an earlier head counts 2 entries, this one 1"]
     assert report.evidence == [shorter.head, signed]
 
@@ -253,7 +253,7 @@ async def test_a_coordinator_whose_clock_is_set_back_contradicts_itself_by_nothi
             shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
         receipts = await receipts_of(world)
     for one, other in (shown, shown[::-1]):  # a mirror may show the older one later
-        assert (await audit_ledger(one, world.run, known=[other.head], receipts=receipts)).faults == []
+        assert (await audit_ledger(one, world.run, kept=[other], receipts=receipts)).faults == []
     times = [parse_json(one.head.payload, LedgerHead).at_ms for one in shown]
     assert times[0] <= times[1]
 
@@ -277,7 +277,7 @@ async def test_a_restart_by_a_clock_that_was_set_back_contradicts_no_head_that_w
         after = Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head())
     assert len(before.lines) < len(after.lines)
     for one, other in ((before, after), (after, before)):
-        assert (await audit_ledger(one, world.run, known=[other.head], receipts=receipts)).faults == []
+        assert (await audit_ledger(one, world.run, kept=[other], receipts=receipts)).faults == []
 
 
 async def test_receipts_and_lines_that_are_too_many_for_one_answer_come_in_several() -> None:

@@ -103,12 +103,14 @@ def test_overrides_are_kept_beside_the_config(demo: Made) -> None:
     assert demo.run_dir.overrides() == GIVEN
 
 
-def test_a_lost_config_of_a_run_is_said(demo: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lost = RunDir(shutil.copytree(demo.run_dir.path, tmp_path / "run"))
-    Options.of_run(str(lost.path), None, [])
+def test_a_lost_config_of_a_run_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lost = RunDir(tmp_path)
+    for file in (lost.run_spec, lost.config):
+        file.touch()
+    Options.of_run(str(tmp_path), None, [])
     assert not caplog.records
     lost.config.unlink()
-    Options.of_run(str(lost.path), None, [])
+    Options.of_run(str(tmp_path), None, [])
     assert f"{lost.config} is missing: put back a copy; without it, settings have their defaults" in caplog.text
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from prime_lab.filter_reference import choice_of, margins_of, slack_of
 from prime_node.adapters.engines import torch_nucleus
 from prime_node.adapters.engines.token_scores import score_tokens
 from prime_protocol.assignment import Sampling
 from prime_protocol.noise import gumbel_noise
-from prime_protocol.nucleus import choice_of, margins_of, slack_of
 
 FILTERS: list[dict[str, Any]] = [
     {"top_p": 0.9},

@@ -337,7 +337,7 @@ def test_every_download_ends_whatever_the_sources_do(sizes: Sequence[int], rates
     fallbacks = {number for number, _ in enumerate(rates) if rng.random() < 0.2}
     for number, _ in enumerate(rates):
         of.add(str(number), is_web_seed=number in fallbacks)
-    of.has_all(str(len(rates) - 1))
+    of.has(str(len(rates) - 1), of.missing)
     asked: dict[str, set[int]] = {name: set() for name in of.sources}
     for _ in range(200 * len(sizes) + 1000):
         if of.is_done:

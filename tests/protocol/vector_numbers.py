@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from tests.protocol.vector_files_world import Case
 
+from prime_lab.filter_reference import choice_of, cooler_of, looser_of, margins_of, slack_of
 from prime_protocol.assignment import Sampling
 from prime_protocol.close_flips import close_flip_sums, contexts_of
-from prime_protocol.compared_choices import cooler_of, looser_of
 from prime_protocol.evidence import Sums
 from prime_protocol.excess_flips import apart, flip_sums
 from prime_protocol.noise import gumbel_noise
-from prime_protocol.nucleus import choice_of, margins_of, slack_of
 from prime_protocol.proof import build_proofs
 from prime_protocol.reward_ranks import rank_sums
 from prime_protocol.shading import SHADING, SHADING_BY_REWARD, by_reward_sums, reward_classes, rises, shading_sums

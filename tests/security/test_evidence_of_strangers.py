@@ -12,7 +12,7 @@ import zstandard
 from tests.builder import build_header, role_keys
 from tests.node.coordinator_world import ANNA, COORDINATOR, ENGINE, ROOT, TRAINER, VALIDATOR, make_run
 from tests.node.dossiers_world import check
-from tests.node.ledger_world import command, rewritten
+from tests.node.ledger_world import Shown, command, rewritten
 from typer.testing import CliRunner
 
 from prime_node.broadcast.audit.ledger_audit import LedgerReport, audit_ledger
@@ -24,7 +24,6 @@ from prime_protocol.dossier import BanStatement
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.identity import SigningKey
 from prime_protocol.key_ring import KeyRing
-from prime_protocol.ledger import LedgerChain
 from prime_protocol.limits import UNPINNED_DOSSIER_BYTES_MAX, Limits
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.run_spec import PinnedRun
@@ -240,21 +239,19 @@ def test_a_contradiction_by_a_former_key_whose_ring_the_file_leaves_out_fails_by
     assert codes == [(0, False), (1, True), (1, True), (1, True)]
 
 
-def audited(run: PinnedRun, head_key: SigningKey, head_ms: int, *, known: tuple[Envelope, ...] = ()) -> LedgerReport:
+def audited(run: PinnedRun, head_key: SigningKey, head_ms: int, *, kept: tuple[Shown, ...] = ()) -> LedgerReport:
     """Audit a ledger of one receipt under this head."""
     shown = rewritten(run, [refused(run, "1" * 64).model_dump_json().encode()], at_ms=head_ms)
     shown.head = seal(shown.head.payload, PayloadType.LEDGER_HEAD, head_key)
-    return asyncio.run(audit_ledger(shown, run, known=known))
+    return asyncio.run(audit_ledger(shown, run, kept=kept))
 
 
 @pytest.mark.parametrize(("at_ms", "is_void"), [(RING_AT_MS, False), (RING_AT_MS + 1, True)])
 def test_a_head_by_a_former_key_dated_after_the_ring_convicts_no_key(at_ms: int, is_void: bool) -> None:
     run = make_run()
     run.keys.add(ring_of(run))
-    chain = LedgerChain(run.digest)
-    chain.add(refused(run, "2" * 64).model_dump_json().encode())
-    other = seal(chain.head(at_ms), PayloadType.LEDGER_HEAD, COORDINATOR)
-    report = audited(run, NEW, 9_000, known=(other,))
+    other = rewritten(run, [refused(run, "2" * 64).model_dump_json().encode()], at_ms=at_ms)
+    report = audited(run, NEW, 9_000, kept=(other,))
     (fault,) = report.faults
     assert FORMER in fault
     assert ("it is no evidence" in fault) == is_void

@@ -88,7 +88,8 @@ async def test_a_shorter_ledger_that_the_kept_one_does_not_continue_convicts_wha
 @pytest.mark.parametrize(("later_ms", "is_fault"), [(-1, False), (0, True), (1, True)])
 async def test_a_shorter_head_that_is_not_older_convicts(honest: Honest, later_ms: int, is_fault: bool) -> None:
     shown = rewritten(honest.run, honest.receipts[:2], at_ms=honest.at_ms + later_ms)
-    report = await audit_ledger(shown, honest.run, known=[honest.head])
+    kept = rewritten(honest.run, honest.receipts, at_ms=honest.at_ms)
+    report = await audit_ledger(shown, honest.run, kept=[kept])
     assert bool(report.faults) == is_fault
     assert report.evidence == ([shown.head, honest.head] if is_fault else [])
     assert (await verify(honest, shown, "--known", str(honest.file)))[0] == is_fault
@@ -128,7 +129,7 @@ async def test_of_two_heads_the_longer_is_dated_later(honest: Honest, later_ms: 
     short = rewritten(honest.run, honest.receipts[:2], at_ms=honest.at_ms)
     full = rewritten(honest.run, honest.receipts, at_ms=honest.at_ms + later_ms)
     for shown, known in ((full, short), (short, full)):
-        report = await audit_ledger(shown, honest.run, known=[known.head])
+        report = await audit_ledger(shown, honest.run, kept=[known])
         assert bool(report.faults) == is_fault
         assert report.evidence == ([shown.head, known.head] if is_fault else [])
 
@@ -191,7 +192,7 @@ async def test_an_honest_coordinator_signs_no_two_heads_of_one_millisecond() -> 
             shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
         receipts = await receipts_of(world)
     for one, other in (shown, shown[::-1]):
-        assert (await audit_ledger(one, world.run, known=[other.head], receipts=receipts)).faults == []
+        assert (await audit_ledger(one, world.run, kept=[other], receipts=receipts)).faults == []
 
 
 @pytest.mark.parametrize("later_ms", [-60_000, 0, 60_000])
@@ -225,8 +226,8 @@ async def test_a_head_of_an_older_copy_of_the_folder_convicts_no_honest_coordina
         shown.append(Shown(await file.ledger(0), await file.ledger_head()))
     assert [len(one.lines) for one in shown] == [1, 3, 2]
     for one in shown:
-        known = [other.head for other in shown if other is not one]
-        assert (await audit_ledger(one, run, known=known, receipts=receipts)).faults == []
+        kept = [other for other in shown if other is not one]
+        assert (await audit_ledger(one, run, kept=kept, receipts=receipts)).faults == []
 
 
 async def test_a_strangers_ledger_is_read_up_to_a_number_of_bytes(

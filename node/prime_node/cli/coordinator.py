@@ -16,6 +16,7 @@ from prime_node.cli.coordinator_replay import coordinator_replay
 from prime_node.cli.move import move
 from prime_node.cli.new import write_join_link
 from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent, command_group
+from prime_node.cli.place import coordinator_hosts
 from prime_node.cli.run_dir import RunDir
 from prime_node.folder_lock import FolderLock
 from prime_node.inside import refuse_links
@@ -125,7 +126,7 @@ async def _coordinate(
                 made,
             )
     link = run_dir.join_link()
-    hosts = (*settings.hosts, *(urlsplit(url).hostname or "" for url in (link.url, *pinned.spec.coordinators)))
+    hosts = (*settings.hosts, *coordinator_hosts(link, pinned))
     settings = settings.model_copy(update={"port": listening_port(link, settings), "hosts": hosts})
     parts = await wire_coordinator.coordinator_parts(
         pinned,

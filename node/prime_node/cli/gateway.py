@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.place import GatewayRun, is_url, parse_link
+from prime_node.cli.place import GatewayRun, coordinator_hosts, is_url, parse_link
 from prime_node.cli.run_dir import RunDir
 from prime_node.keyfile import read_secret
 from prime_protocol.errors import LocalError
@@ -91,8 +90,7 @@ async def _serve(
     )
     if run is None:
         return 0
-    named = (urlsplit(url).hostname or "" for url in (link.url, *run.spec.coordinators))
-    shared = shared.model_copy(update={"hosts": (*shared.hosts, *named)})
+    shared = shared.model_copy(update={"hosts": (*shared.hosts, *coordinator_hosts(link, run))})
     parts = GatewayParts(
         run=run,
         config=settings,

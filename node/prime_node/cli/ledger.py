@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from prime_node.cli.options import AsJson, ExpectedRun, command_group
+from prime_node.cli.options import AsJson, EvidenceFolder, ExpectedRun, command_group
 from prime_node.cli.place import is_url, named_in
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
@@ -79,12 +79,7 @@ def ledger_verify(
         ),
     ] = None,
     known: Annotated[list[Path], typer.Option("--known", help="A ledger that was exported earlier; repeatable.")] = [],  # noqa: B006 - typer reads it, nothing changes it
-    evidence: Annotated[
-        Path | None,
-        typer.Option(
-            "--evidence", help="Folder for evidence: signed statements that contradict each other are written to it."
-        ),
-    ] = None,
+    evidence: EvidenceFolder = None,
     prompts: Annotated[
         Path | None,
         typer.Option(

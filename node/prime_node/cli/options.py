@@ -43,6 +43,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 ExpectedRun = Annotated[
     str | None, typer.Option("--run", help="Expected digest of the run; the join link contains it.")
 ]
+EvidenceFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--evidence", help="Folder for evidence: signed statements that contradict each other are written to it."
+    ),
+]
 TrustedCode = Annotated[
     list[str],
     typer.Option(

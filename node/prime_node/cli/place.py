@@ -16,7 +16,7 @@ from prime_node.inside import refuse_links
 from prime_node.keyfile import load_key
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
-from prime_protocol.run_spec import JoinLink
+from prime_protocol.run_spec import JoinLink, PinnedRun
 
 HOME = Path.home() / ".prime-node"
 """Folder of a contributor's key, and of its roles' data if no folder is named."""
@@ -76,6 +76,11 @@ def parse_link(text: str) -> JoinLink:
         return JoinLink.parse(text)
     except ValueError as error:
         raise LocalError(str(error)) from None
+
+
+def coordinator_hosts(link: JoinLink, run: PinnedRun) -> tuple[str, ...]:
+    """Return the host names under which clients reach a run's coordinator."""
+    return tuple(urlsplit(url).hostname or "" for url in (link.url, *run.spec.coordinators))
 
 
 def is_url(target: str) -> bool:

@@ -152,6 +152,7 @@ async def replay_report(target: str, options: ReplayOptions, settings: Environme
     """Re-execute steps, print what is found, and return its exit code."""
     from prime_node.cli import wire
     from prime_node.cli.kernels import ready_kernels
+    from prime_node.patience import cancel_all
     from prime_node.replay.progress import ReplayProgress
 
     console = None if as_json else Console(highlight=False, soft_wrap=True)
@@ -167,8 +168,7 @@ async def replay_report(target: str, options: ReplayOptions, settings: Environme
     try:
         report = await replay_target(target, options, settings, show, progress)
     finally:
-        showing.cancel()
-        await asyncio.gather(showing, return_exceptions=True)
+        await cancel_all(showing)
     if console is None:
         print(json.dumps(report.as_fields()))
     else:

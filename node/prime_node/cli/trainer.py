@@ -103,7 +103,7 @@ async def _train(
     from prime_node.cli import wire, wire_swarm, wire_training
     from prime_node.cli.wire_traces import traced
     from prime_node.patience import unless
-    from prime_node.trainer.loop import run_trainer as run_trainer
+    from prime_node.trainer.loop import run_trainer
 
     async with wire.client(place.link, place.key) as client, contextlib.AsyncExitStack() as seeding:
         seeding.enter_context(traced("trainer", place.link.run))

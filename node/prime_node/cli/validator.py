@@ -71,7 +71,7 @@ async def _validate(
 ) -> int:
     from prime_node.cli import wire, wire_scorers, wire_swarm
     from prime_node.patience import unless
-    from prime_node.validator.loop import run_validator as run_validator
+    from prime_node.validator.loop import run_validator
     from prime_node.validator.validator import Validator
 
     model = place.folder / "model"

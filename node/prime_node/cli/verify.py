@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from prime_node.cli.options import AsJson, ExpectedRun
+from prime_node.cli.options import AsJson, EvidenceFolder, ExpectedRun
 from prime_node.cli.say import say
 
 if TYPE_CHECKING:
@@ -65,13 +65,7 @@ def verify(
             "--sign", help="Sign the export's provenance with this key file: an in-toto statement in DSSE, Ed25519."
         ),
     ] = None,
-    evidence: Annotated[
-        Path | None,
-        typer.Option(
-            "--evidence",
-            help="Where signed statements contradict each other, two manifests of one policy say, keep them in this folder.",
-        ),
-    ] = None,
+    evidence: EvidenceFolder = None,
     memory: Annotated[
         float | None,
         typer.Option(

@@ -34,9 +34,9 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
 
             files = tiny_model_files(**model.model_dump(exclude={"kind"}))
         else:
-            from prime_node.adapters.models.pretrained_model import pretrained_model_files as pretrained_files
+            from prime_node.adapters.models.pretrained_model import pretrained_model_files
 
-            files = pretrained_files(model.name_or_path)
+            files = pretrained_model_files(model.name_or_path)
     except ValueError as error:
         raise LocalError(f"[run.model] {error}") from None
     folder.mkdir(parents=True, exist_ok=True)

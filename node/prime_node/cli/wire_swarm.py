@@ -70,11 +70,6 @@ class FollowerSettings(Protocol):
         ...
 
     @property
-    def pieces_bytes_max(self) -> int:
-        """Memory for pieces of a checkpoint during a download."""
-        ...
-
-    @property
     def parts_bytes_max(self) -> int:
         """Disk that downloaded parts may take."""
         ...
@@ -303,7 +298,6 @@ async def swarm_follower(
             poll_s=settings.poll_seconds,
             policies_kept=settings.policies_kept,
             policies_bytes_max=settings.policies_bytes_max,
-            memory_bytes_max=settings.pieces_bytes_max,
             parts_bytes_max=settings.parts_bytes_max,
             on_progress=on_progress,
             plan=neighbours,
@@ -359,7 +353,6 @@ async def seeder(
             folder / "checkpoints",
             clock=clock(),
             rng=random.Random(),
-            memory_bytes_max=settings.pieces_bytes_max,
             parts_bytes_max=settings.parts_bytes_max,
             plan=links.neighbours,
             rate=_download_rate(swarm),

@@ -167,7 +167,7 @@ async def trainer_rows(settings: TrainerConfig, run: PinnedRun, folder: Path) ->
             from prime_node.adapters.web.aiohttp_server import AiohttpServer
             from prime_node.observe import Gauges
             from prime_node.ports.web import CallerBounds
-            from prime_node.trainer.exposition import metrics_route
+            from prime_node.trainer.rows import metrics_route
 
             metrics, server = PrometheusMetrics(), AiohttpServer()
             any_name = CallerBounds(is_host=lambda address, host: True)  # figures alone, for a monitoring system
@@ -279,7 +279,6 @@ def trainer_parts(
             run,
             clock=wire.clock(),
             wait_seconds=settings.wait_seconds,
-            fetches_max=settings.fetches_max,
             verified=trust.verified,
             copies=KeptBundles(folder / "bundles"),
         ),

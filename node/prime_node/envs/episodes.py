@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from prime_node.patience import cancel_all
 from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Ask, EnvironmentGone
 from prime_protocol.rollout import Completion
@@ -82,9 +83,7 @@ class BatchingQueue:
                 serving.result()
             return playing.result()
         finally:
-            playing.cancel()
-            serving.cancel()
-            await asyncio.gather(playing, serving, return_exceptions=True)
+            await cancel_all(playing, serving)
 
 
 class EpisodeRecorder:

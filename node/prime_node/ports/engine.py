@@ -95,6 +95,11 @@ class SwappingEngine(Engine, Protocol):
         ...
 
 
+def swapping_engine(engine: Engine, swap: SwapPolicy) -> SwappingEngine | None:
+    """Return the engine if it can change its policy in this way while it generates, else None."""
+    return engine if isinstance(engine, SwappingEngine) and swap in engine.swaps else None
+
+
 @runtime_checkable
 class BatchingEngine(Engine, Protocol):
     """An engine that can compute several calls of `generate` side by side, each answered as soon as it is complete."""

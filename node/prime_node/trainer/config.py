@@ -227,8 +227,6 @@ class TrainerConfig(Settings):
     H100 has 9.9e14 in bf16."""
     wait_seconds: float = Field(default=10.0, ge=0.0, le=30.0)
     """Seconds for which the coordinator may hold a request for a batch open."""
-    fetches_max: int = Field(default=8, ge=1)
-    """Bundles that are fetched concurrently."""
     leave_seconds: float = Field(default=10.0, ge=0.0)
     """Seconds to wait for an unreachable coordinator when the trainer is stopped."""
 

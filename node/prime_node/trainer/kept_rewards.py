@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_node.files import disk_fault, write_durably
+from prime_node.files import disk_fault, disk_faults, write_durably
 from prime_node.inside import place
 from prime_protocol.digest import digest_of
 
@@ -70,10 +70,8 @@ class KeptRewards:
         document = {"batch": key.batch, "slots": key.slots, "rewards": rewards}
         data = json.dumps(document, allow_nan=False).encode()
         path = place(self._folder, key.file_name)
-        try:
+        with disk_faults(path):
             write_durably(path, digest_of(data).encode() + b"\n" + data)
-        except OSError as error:
-            raise disk_fault(error, path) from None
 
     def forget(self, durable_step: int) -> None:
         """Delete the rewards of the steps before `durable_step`. Idempotent."""

@@ -20,7 +20,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any
 
-from prime_node.patience import unless
+from prime_node.patience import cancel_all, unless
 from prime_node.traces import of_step, spanned
 from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.rows import trainer_row
@@ -132,9 +132,7 @@ async def _batch_or_stop(trainer: Trainer, stop: asyncio.Event, part: int) -> St
             failing.result()
         return taking.result() if taking.done() else None
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
 
 
 async def _unless_left(trainer: Trainer, stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
@@ -154,6 +152,4 @@ async def _unless_left(trainer: Trainer, stop: asyncio.Event, work: Coroutine[An
         working.result()
         return True
     finally:
-        for task in (working, stopping):
-            task.cancel()
-        await asyncio.gather(working, stopping, return_exceptions=True)
+        await cancel_all(working, stopping)

@@ -36,7 +36,6 @@ NOT_PINNED = frozenset(
             "publish",
             "swarm",
             "wait_seconds",
-            "fetches_max",
             "leave_seconds",
         ),
         *("evaluation_device", "evaluate_every", "evaluate_at", "evaluation_problems", "evaluation_samples"),

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from prime_node.ports.metrics import Metrics
+from prime_node.ports.web import Request, Response, Route
 from prime_node.trainer.state import TrainerState
 from prime_node.trainer.step import Trained
 
@@ -70,3 +72,13 @@ def speed(metrics: Mapping[str, float], train_seconds: float, device_flops_max: 
         if device_flops_max is not None:
             rows["mfu"] = metrics["model_flops"] / (seconds * device_flops_max * metrics["ranks"])
     return rows
+
+
+def metrics_route(metrics: Metrics) -> Route:
+    """Return the route of the trainer's own GET /metrics, in Prometheus's format."""
+
+    async def answer(request: Request) -> Response:
+        body, content_type = metrics.exposition()
+        return Response(body, content_type=content_type)
+
+    return Route("GET", "/metrics", answer)

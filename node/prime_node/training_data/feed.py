@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from prime_node.patience import SAY_AGAIN_S, ask_until_answered, at_once
+from prime_node.patience import SAY_AGAIN_S, ask_until_answered, at_once, cancel_all
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_samples import Group
 from prime_node.ports.transport import BatchPort
@@ -30,6 +30,8 @@ from prime_protocol.telemetry import HeldOutFigures
 
 log = logging.getLogger(__name__)
 
+FETCHES_MAX = 8
+"""Bundles that are fetched at once."""
 DAMAGED_FETCHES = 3
 """Fetches of a bundle before its bytes count as damaged where they are stored, and not on their way."""
 
@@ -63,14 +65,13 @@ class Feed:
         *,
         clock: Clock,
         wait_seconds: float = 10.0,
-        fetches_max: int = 8,
         verified: Callable[[Callable[[], Any]], Awaitable[Any]] | None = None,
         kept: bool = False,
         copies: KeptBundles | None = None,
     ) -> None:
         """Set up the feed.
 
-        `wait_seconds`: how long the coordinator may hold a request. `fetches_max`: bundles fetched concurrently.
+        `wait_seconds`: how long the coordinator may hold a request.
         `verified`: wrapper for signature checks when keys may have changed (broadcast.trust). `kept`: the batches are those of
         published policies, so former coordinator keys may have signed them; nothing is prefetched.
         `copies`: the bundles since the checkpoint; without them, only the coordinator has these.
@@ -79,7 +80,7 @@ class Feed:
         self._run = run
         self._clock = clock
         self._wait_seconds = wait_seconds
-        self._fetches = asyncio.Semaphore(fetches_max)
+        self._fetches = asyncio.Semaphore(FETCHES_MAX)
         self._ahead: dict[tuple[int, int], asyncio.Task[StepBatch]] = {}
         self._verified = verified or _at_once
         self._kept = kept
@@ -132,9 +133,7 @@ class Feed:
         """Stop all fetching. Idempotent."""
         tasks = list(self._ahead.values())
         self._ahead.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
 
     async def _fetch(self, step: int, part: int, *, previous: StepBatch | None = None) -> StepBatch:
         envelope = await self._batch(step, part)

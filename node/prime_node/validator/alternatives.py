@@ -67,7 +67,6 @@ def tokens_until_ban(
     *,
     is_rescored: bool,
     group: int = GROUP,
-    seed: int = 0,
     others: Mapping[str, Floats] | None = None,
 ) -> float:
     """Return the median number of tokens until evidence bans a worker of such completions; infinite above TOKENS_MAX.
@@ -75,9 +74,7 @@ def tokens_until_ban(
     Bundles of `group` completions are resampled from `errors`. With `is_rescored` the claims are right, whatever was claimed.
     `others`: log e [C, stakes] of each completion in statistics that need no moments, by name.
     """
-    lives = evidence_of_lives(
-        errors, moments, workers=WORKERS, is_rescored=is_rescored, group=group, seed=seed, others=others
-    )
+    lives = evidence_of_lives(errors, moments, workers=WORKERS, is_rescored=is_rescored, group=group, others=others)
     needed_W = np.full(WORKERS, math.inf)
     for tokens_W, evidence_W in lives:
         is_new = (evidence_W >= math.log(EVIDENCE_MAX)) & np.isinf(needed_W)
@@ -94,7 +91,6 @@ def evidence_of_lives(
     workers: int,
     is_rescored: bool = False,
     group: int = GROUP,
-    seed: int = 0,
     others: Mapping[str, Floats] | None = None,
 ) -> Iterator[tuple[Floats, Floats]]:
     """Yield the tokens [W] and the nats of evidence [W] after each bundle of endless lives of such completions."""
@@ -104,7 +100,7 @@ def evidence_of_lives(
     parts += (others or {}).values()
     widths = [part.shape[1] for part in parts]
     log_e_CK = np.concatenate(parts, axis=1)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     wealth_WK = np.full((workers, log_e_CK.shape[1]), -math.inf)
     tokens_W = np.zeros(workers)
     silent = math.log((len(moments) + len(others or {})) / len(parts))

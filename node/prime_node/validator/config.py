@@ -54,8 +54,6 @@ class ValidatorConfig(Settings):
     policies_bytes_max: int | None = Field(default=None, ge=2**20)
     """Memory for decoded policies. A larger one ends the process with an error. None: nine tenths of the memory that is
     available when a policy is decoded."""
-    pieces_bytes_max: int = Field(default=64 * 2**20, ge=2**20)
-    """Memory for pieces of a checkpoint in transit."""
     parts_bytes_max: int = Field(default=64 * 2**30, ge=0)
     """Disk space for downloaded parts."""
     poll_seconds: float = Field(default=0.5, gt=0.0)

@@ -85,8 +85,6 @@ class WorkerConfig(Settings):
     policies_bytes_max: int | None = Field(default=None, ge=2**20)
     """Memory for decoded policies. A larger one ends the process with an error. None: nine tenths of the memory that is
     available when a policy is decoded."""
-    pieces_bytes_max: int = Field(default=64 * 2**20, ge=2**20)
-    """Memory for pieces of a checkpoint in transit: requested, arrived, or waiting to be decoded."""
     parts_bytes_max: int = Field(default=64 * 2**30, ge=0)
     """Disk space for downloaded parts. Above it an interrupted download starts again."""
     spool_bytes_max: int = Field(default=2**30, ge=2**20)

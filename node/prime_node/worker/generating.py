@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from prime_node.ports.engine import Engine, EngineMismatch, GenerateRequest, SwappingEngine
+from prime_node.patience import cancel_all
+from prime_node.ports.engine import Engine, EngineMismatch, GenerateRequest, swapping_engine
 from prime_node.worker.episodes import NothingSampled, Sample
 from prime_node.worker.loaded_policy import LoadedPolicy
 from prime_protocol.assignment import Lease
@@ -146,7 +147,7 @@ async def generate(
     the requests, except during a swap, which others need. An engine that cannot swap as the run requires drains: a
     completion may span policies, but need not.
     """
-    swapping = engine if isinstance(engine, SwappingEngine) and swap in engine.swaps else None
+    swapping = swapping_engine(engine, swap)
     sampler = _Sampler(engine, lease, loaded, proofs, begun)
     generating = asyncio.create_task(_rollouts(sampler, lease, play))
     ended = asyncio.create_task((cancelled or asyncio.Event()).wait())
@@ -173,10 +174,7 @@ async def generate(
         loaded.version = -1
         return Generated(None)
     finally:
-        tasks = [task for task in (generating, ended, newer) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*(task for task in (generating, ended, newer) if task is not None))
 
 
 @dataclass

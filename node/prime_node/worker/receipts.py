@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from prime_node.files import disk_fault, read_or_begin, write_durably
+from prime_node.files import disk_faults, read_or_begin, write_durably
 from prime_node.inside import open_regular, place, read_regular
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
@@ -141,12 +141,10 @@ class ReceiptBook:
         self._num_appended = 0
         """Lines of answered.txt since it was written as a whole."""
         self._noting = asyncio.Lock()
-        try:
+        with disk_faults(f"receipts {self._file}"):
             folder.mkdir(parents=True, exist_ok=True)
             envelopes = self._read()
             noted = read_or_begin(self._answered_file)
-        except OSError as error:
-            raise disk_fault(error, f"receipts {self._file}") from None
         for envelope in envelopes:
             try:
                 self._note(self._parsed(envelope.payload), envelope.digest)
@@ -171,7 +169,7 @@ class ReceiptBook:
         self._bundles[bundle] = lease_id
         if len(self._bundles) > LEASES_KEPT:
             self._bundles.popitem(last=False)
-        try:
+        with disk_faults(f"answered leases {self._answered_file}"):
             async with self._noting:
                 if self._num_appended >= ANSWERED_LINES:
                     await asyncio.to_thread(write_durably, self._answered_file, _answered_lines(self._waiting))
@@ -179,8 +177,6 @@ class ReceiptBook:
                 else:
                     await asyncio.to_thread(self._append, [lease_id.encode()], to=self._answered_file)
                     self._num_appended += 1
-        except OSError as error:
-            raise disk_fault(error, f"answered leases {self._answered_file}") from None
 
     def is_answered(self, lease_id: str) -> bool:
         """Return whether a bundle was signed for a lease of this id."""
@@ -205,7 +201,7 @@ class ReceiptBook:
             raise RemoteError(
                 ErrorCode.EXPIRED, f"a receipt is dated {ahead_s} s ahead of this machine's clock; not taken"
             )
-        try:
+        with disk_faults(f"receipts {self._file}"):
             if self._file.exists() and self._file.stat().st_size > RECEIPTS_BYTES_MAX:
                 raise LocalError(
                     f"receipts {self._file} have more than {RECEIPTS_BYTES_MAX:,} bytes; move the file to another folder, and "
@@ -216,8 +212,6 @@ class ReceiptBook:
             known = {kept.digest for kept in (self._latest.get(receipt.bundle) for receipt in receipts) if kept}
             self._append((envelope.to_bytes() for envelope in envelopes if envelope.digest not in known), to=self._file)
             write_durably(self._cursor_file, _cursor_line(answer.next, self._file.stat().st_size))
-        except OSError as error:
-            raise disk_fault(error, f"receipts {self._file}") from None
         self.cursor = answer.next
         for receipt, envelope in zip(receipts, envelopes, strict=True):
             self._note(receipt, envelope.digest)
@@ -244,11 +238,9 @@ class ReceiptBook:
         """Take the leases that were noted before the start. Drop damaged lines, and leases that a receipt names."""
         leases = {bytes.fromhex(line.decode()) for line in noted.split() if _LEASE_ID.fullmatch(line)}
         self._waiting = leases - self._settled
-        try:
+        with disk_faults(f"answered leases {self._answered_file}"):
             if (kept := _answered_lines(self._waiting)) != noted:
                 write_durably(self._answered_file, kept)
-        except OSError as error:
-            raise disk_fault(error, f"answered leases {self._answered_file}") from None
 
     def _compare(self, receipt: Receipt, signed: Envelope) -> None:
         known = self._leases.get(self._bundles.get(receipt.bundle, receipt.lease_id))

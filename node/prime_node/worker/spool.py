@@ -17,17 +17,18 @@ import random
 import re
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from prime_node.files import disk_fault, read_or_begin, write_durably
+from prime_node.files import disk_faults, read_or_begin, write_durably
 from prime_node.inside import place, read_regular
 from prime_node.patience import Backoff, may_pass
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import of_lease, spanned
-from prime_protocol.errors import LocalError, RemoteError
+from prime_protocol.errors import RemoteError
 from prime_protocol.replies import UploadReply
 from prime_protocol.visible import number_of
 
@@ -56,14 +57,12 @@ class Spool:
         self._changed = asyncio.Condition()
         self.num_uploaded = 0
         self.bytes_uploaded = 0
-        try:
+        with self._on_disk():
             folder.mkdir(parents=True, exist_ok=True)
             for partial in folder.glob("*.partial"):  # never acknowledged
                 partial.unlink(missing_ok=True)  # a process that ends may still rename it
             found = sorted(path for path in folder.glob("*.parcel") if _NAME.fullmatch(path.name) and path.is_file())
             self._entries = deque(_Entry(path, path.stat().st_size) for path in found)
-        except OSError as error:
-            raise self._disk_fault(error) from None
         self._next = 1 + max((int(path.name.split("-")[0]) for path in found), default=0)
         if found:
             log.info("%s of the last start: waiting for upload", number_of(len(found), "finished bundle"))
@@ -93,10 +92,8 @@ class Spool:
             await self._changed.wait_for(lambda: not self._is_full(len(parcel)))
             path = place(self._folder, f"{self._next:012d}-{lease_id}.parcel")
             self._next += 1
-            try:
+            with self._on_disk():
                 await asyncio.to_thread(write_durably, path, parcel)
-            except OSError as error:
-                raise self._disk_fault(error) from None
             self._entries.append(_Entry(path, len(parcel)))
             self._changed.notify_all()
 
@@ -109,11 +106,9 @@ class Spool:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._entries)
             entry = self._entries[0]
-            try:
+            with self._on_disk():
                 await self._send(entry.path, upload)
                 await asyncio.to_thread(entry.path.unlink, missing_ok=True)
-            except OSError as error:
-                raise self._disk_fault(error) from None
             async with self._changed:
                 self._entries.popleft()
                 self._changed.notify_all()
@@ -160,5 +155,5 @@ class Spool:
         lines = read_or_begin(notes).splitlines()  # kept as they are, damaged ones too
         write_durably(notes, b"".join(b"%b\n" % one for one in [*lines[1 - REFUSED_LINES_MAX :], line.encode()]))
 
-    def _disk_fault(self, error: OSError) -> LocalError:
-        return disk_fault(error, f"finished work {self._folder}")
+    def _on_disk(self) -> AbstractContextManager[None]:
+        return disk_faults(f"finished work {self._folder}")

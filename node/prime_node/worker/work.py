@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from prime_node.broadcast.follow.follower import Policy
 from prime_node.patience import first_of, unless
-from prime_node.ports.engine import BatchingEngine, EngineMismatch, SwappingEngine
+from prime_node.ports.engine import BatchingEngine, EngineMismatch, swapping_engine
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import of_lease, spanned
 from prime_node.worker.activity import HOLDING_MAX, LeaseInHand
@@ -192,18 +192,17 @@ async def _enter(worker: Worker, lease: Lease, policy: Policy) -> bool:
     Swap while other leases generate if the run and the engine allow that, else load once they are finished. Return False if the
     lease is cancelled first.
     """
-    loaded, engine, of_run = worker.loaded, worker.engine, worker.run.spec.schedule.swap
+    loaded, of_run = worker.loaded, worker.run.spec.schedule.swap
+    engine = swapping_engine(worker.engine, of_run)
     spans, cancelled = _swap_of(worker, lease).spans_policies, worker.activity.in_hand[lease.lease_id].cancelled
     while not cancelled.is_set():
         async with loaded.border:  # no swap is in progress
             if loaded.version == policy.version or (spans and loaded.version > policy.version):
                 loaded.enter(lease.lease_id, to_the_end=lease.is_evaluation)
                 return True
-        can_swap = isinstance(engine, SwappingEngine) and of_run in engine.swaps
         if loaded.unused.is_set():
             await _load(worker, policy)
-        elif can_swap and 0 <= loaded.version < policy.version:
-            assert isinstance(engine, SwappingEngine)
+        elif engine is not None and 0 <= loaded.version < policy.version:
             timed = functools.partial(_swap_timed, worker)
             with contextlib.suppress(EngineMismatch):  # the leases in generation are handed back; then it is loaded
                 await loaded.swap_to(policy.version, policy.weights, engine=engine, swap=of_run, timed=timed)

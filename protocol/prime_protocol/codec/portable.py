@@ -2,6 +2,10 @@
 
 Each body is a series of byte planes (planes.py), lowest byte first. Decoders return the new bit patterns and write
 nothing, so a malformed chunk has no effect.
+
+A change is a step from one bit pattern to another: their difference modulo 2^w, with w bits per element. So every pair of
+patterns, NaN or not, has exactly one step, and adding it to the base restores the new pattern exactly. For a float that keeps
+its sign it counts units in the last place, away from zero if positive.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ import zstandard
 from prime_protocol.codec.errors import CodecError
 from prime_protocol.codec.layout import HEAD_BYTES, Array, Body, ElementType
 from prime_protocol.codec.planes import ENTROPY_ONLY, MATCHING, read_plane, require_end, write_plane
-from prime_protocol.codec.steps import unzigzag, zigzag
 
 GAP_PLANES = 3
 """Bytes of a gap: it is smaller than CHUNK_ELEMENTS, so three are enough."""
@@ -122,3 +125,18 @@ def _read_planes(view: memoryview, offset: int, size: int, num_planes: int) -> t
         plane, offset = read_plane(view, offset, size)
         planes.append(plane)
     return planes, offset
+
+
+def zigzag(steps: Array, element: ElementType) -> Array:
+    """Map steps modulo 2^w 0, -1, 1, -2, 2 to 0, 1, 2, 3, 4: small steps of either sign become small numbers."""
+    one = element.storage.type(1)
+    signs = (steps.view(f"<i{element.itemsize}") >> (8 * element.itemsize - 1)).view(element.storage)
+    codes: Array = (steps << one) ^ signs
+    return codes
+
+
+def unzigzag(codes: Array, element: ElementType) -> Array:
+    """Invert `zigzag`."""
+    one, zero = element.storage.type(1), element.storage.type(0)
+    steps: Array = (codes >> one) ^ (zero - (codes & one))
+    return steps

@@ -19,8 +19,7 @@ from prime_node.adapters.engines.torch_nucleus import torch_slack_of
 from prime_node.adapters.models.causal_model import CausalModel, Rows
 from prime_node.ports.engine import ScoreRequest
 from prime_protocol.assignment import Sampling
-from prime_protocol.compared_choices import COOLER, LOOSE
-from prime_protocol.verify import FLATTER, SHARPER, Prefill
+from prime_protocol.verify import COOLER, FLATTER, LOOSE, SHARPER, Prefill
 from prime_protocol.weights import Weights
 
 LOGITS_BLOCK = 2**24
@@ -38,7 +37,7 @@ class TokenScores:
     noisy_NV: Tensor
     """The same with the seeds' noise: the largest one among the allowed tokens is chosen."""
     slack_NV: Tensor | None = None
-    """Slack as in prime_protocol.nucleus: tokens below 0 are not allowed. None: all are."""
+    """Slack as torch_slack_of returns it: tokens below 0 are not allowed. None: all are."""
 
     def choice(self) -> Tensor:
         """Return the chosen token at each position."""
@@ -57,7 +56,7 @@ class TokenScores:
         return (1 - 2 * chances_N + squares_N).clamp_(min=0).sqrt()
 
     def margins(self, tokens_N: Tensor) -> Tensor:
-        """Return the margins [N] that prime_protocol.nucleus defines."""
+        """Return the margins [N] of chosen tokens, as SPEC.md, section 9, defines them."""
         chosen_N = _chosen(self.noisy_NV, tokens_N)
         if self.slack_NV is None:
             return self.noisy_NV.amax(dim=1) - chosen_N

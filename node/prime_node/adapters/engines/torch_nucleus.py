@@ -1,4 +1,4 @@
-"""prime_protocol.nucleus on any device: the tokens that top-k, top-p and min-p allow, without sorting the whole vocabulary.
+"""The tokens that top-k, top-p and min-p allow, on any device and without sorting the whole vocabulary.
 
 Letters: N positions, V vocabulary, K the largest logits.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from prime_protocol.nucleus import OUTSIDE_MIN
+from prime_protocol.verify import OUTSIDE_MIN
 
 LARGEST = 256
 """Number of largest logits examined first; if they do not reach far enough, the number grows eightfold."""
@@ -29,7 +29,7 @@ def mask_excluded(logits_NV: Tensor, filters_of: Mapping[int, TokenFilters]) -> 
 
 
 def torch_slack_of(scaled_NV: Tensor, top_p: float, top_k: int, min_p: float) -> Tensor:
-    """Return the slack [N, V] of all tokens, as prime_protocol.nucleus.slack_of does."""
+    """Return the slack [N, V] of all tokens, in nats (SPEC.md, section 9): below 0 for those that are not allowed."""
     slack_NV = torch.full_like(scaled_NV, float("inf"))
     if min_p > 0:
         slack_NV = torch.minimum(slack_NV, scaled_NV - scaled_NV.amax(dim=1, keepdim=True) - math.log(min_p))

@@ -18,6 +18,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.own_addresses import is_next_to_us, own_addresses
+from prime_node.patience import cancel_all
 from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
 from prime_protocol.addresses import LOOPBACK, endpoint_of, place_of
@@ -102,10 +103,7 @@ class LocalPeers:
             async with asyncio.timeout(CLOSE_S_MAX):
                 if browser is not None:
                     await browser.async_cancel()
-                under_way = [*self.asking, *([] if telling is None else [telling])]
-                for task in under_way:
-                    task.cancel()
-                await asyncio.gather(*under_way, return_exceptions=True)
+                await cancel_all(*self.asking, *([] if telling is None else [telling]))
                 if zeroconf is not None:
                     await zeroconf.async_close()
         except Exception as error:  # noqa: BLE001 - a goodbye that is not delivered is no fault

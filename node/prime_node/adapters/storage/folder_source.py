@@ -43,10 +43,10 @@ from prime_protocol.requests import BundleRequest
 class FolderSource:
     """Implementation of ports.transport.ReplaySource. Read-only; a file that is replaced is read whole."""
 
-    def __init__(self, folder: Path, *, archived: Path | None = None, bounds: Limits | None = None) -> None:
+    def __init__(self, folder: Path, *, archived: Path | None = None) -> None:
         """`archived` is the coordinator's folder of the bundles that only auditors may read."""
         self.folder, self._archived = folder, archived
-        self.bounds = bounds or Limits()
+        self.bounds = Limits()
 
     async def run_spec(self) -> Envelope:
         """Read the RunSpec."""

@@ -76,13 +76,12 @@ async def audit_ledger(
     source: LedgerSource,
     run: PinnedRun,
     *,
-    known: Sequence[Envelope] = (),
     kept: Sequence[LedgerSource] = (),
     receipts: Sequence[Envelope] = (),
     now_ms: Callable[[], int] | None = None,
     render: Render | None = None,
 ) -> LedgerReport:
-    """Audit a ledger. `known`: heads that were kept earlier. `kept`: whole ledgers. `receipts`: one worker's own.
+    """Audit a ledger. `kept`: ledgers that were exported earlier. `receipts`: one worker's own.
 
     `now_ms` is this machine's clock in Unix milliseconds, if the source is a coordinator that runs. `render` renders prompts
     again, with the environments of this machine.
@@ -97,8 +96,7 @@ async def audit_ledger(
             f"the coordinator's signed head is {age_s:.0f} s old by this machine's clock, expected at most {HEAD_OLD_S:.0f} s: "
             "it may omit what was settled since; compare the clocks (prime-node doctor)"
         )
-    kept_heads = [await one.ledger_head() for one in kept]
-    heads = [(open_ledger_head(one, run), one) for one in (signed, *known, *kept_heads)]
+    heads = [(open_ledger_head(one, run), one) for one in (signed, *[await each.ledger_head() for each in kept])]
     mine = _settled(receipts, run)
     formers = [former_key(run, envelope, head.at_ms) for head, envelope in heads]
     formers += [former_key(run, envelope, receipt.at_ms) for receipt, envelope in mine.values()]
@@ -110,7 +108,7 @@ async def audit_ledger(
         await reader.read(source)
     except RemoteError as error:
         report.faults.append(str(error))
-    for one, (head, envelope) in zip(kept, heads[1 + len(known) :], strict=True):
+    for one, (head, envelope) in zip(kept, heads[1:], strict=True):
         await reader.compare_kept(one, head, envelope)
     reader.finish()
     report.num_receipts = len(mine)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from prime_node.patience import cancel_all
 from prime_node.ports.transport import CheckpointSource, Unreachable
 from prime_protocol.codec import CodecError
 from prime_protocol.digest import digest_of
@@ -80,9 +81,7 @@ async def feed_parts(
     try:
         await asyncio.gather(*readers)
     finally:
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
+        await cancel_all(*readers)
 
 
 async def _feed(
@@ -107,8 +106,7 @@ async def _feed(
         raise CheckFailed(5, error) from None
     finally:
         if reading is not None:
-            reading[1].cancel()
-            await asyncio.gather(reading[1], return_exceptions=True)
+            await cancel_all(reading[1])
 
 
 def _read(

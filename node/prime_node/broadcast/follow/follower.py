@@ -19,10 +19,10 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from prime_node.broadcast.follow.heads import Heads
 from prime_node.broadcast.follow.update_paths import UpdatePaths, UpdateStep
@@ -31,7 +31,7 @@ from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.sources import SourcePool
-from prime_node.files import disk_fault
+from prime_node.files import disk_faults
 from prime_node.memory import MachineMemory, raw_bytes, require_room, return_free_memory, until_room
 from prime_node.patience import RateLimit, unless
 from prime_node.ports.clock import Clock
@@ -47,7 +47,6 @@ from prime_protocol.weights import Weights, num_bytes, root_of
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 HEAD_WAIT_S = 10.0
 """Seconds for which a source that supports long polling may hold a request for the newest policy."""
 PAUSE_S_MAX = 15.0
@@ -96,7 +95,6 @@ class Follower:
         poll_s: float = 1.0,
         policies_kept: int = 2,
         policies_bytes_max: int | None = None,
-        memory_bytes_max: int = 64 * 2**20,
         parts_bytes_max: int = 64 * 2**30,
         on_progress: Callable[[DownloadProgress], None] = lambda _: None,
         rng: random.Random | None = None,
@@ -131,7 +129,7 @@ class Follower:
         self._changed = asyncio.Condition()
         self.rate = rate or RateLimit(0.0, clock)
         """Rate of all downloads; its owner may change it."""
-        try:
+        with disk_faults(f"checkpoint folder {folder}"):
             self.parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
             self._downloads = Downloads(
                 pool,
@@ -139,14 +137,11 @@ class Follower:
                 self.have_set,
                 clock,
                 rng or random.Random(),
-                memory_bytes_max,
-                plan or NoPeers(),
-                self.rate,
+                plan=plan or NoPeers(),
+                rate=self.rate,
             )
             self.heads = Heads(run, pool, folder, on_head=self.have_set.advance_head)
             self.update_paths = UpdatePaths(self.heads, on_disk=self.parts.has)
-        except OSError as error:
-            raise disk_fault(error, f"checkpoint folder {folder}") from None
 
     # Queries
 
@@ -305,7 +300,8 @@ class Follower:
             return made.feed_chunks
 
         try:
-            await self._on_disk(self._downloads.fetch(manifest, encoding, begin, on_bytes=progress.add))
+            with disk_faults(f"checkpoint folder {self._folder}"):
+                await self._downloads.fetch(manifest, encoding, begin, on_bytes=progress.add)
             return await asyncio.to_thread(decoders[0].finish)
         except RemoteError as error:
             if base is not None and await asyncio.to_thread(root_of, base.weights) != base.signed.manifest.state_root:
@@ -341,22 +337,10 @@ class Follower:
                 await asyncio.to_thread(return_free_memory)
         kept = {blob.digest for held in self._policies.values() for blob in held.blobs}
         self.have_set.keep_only(kept)
-        await self._local(self.parts.keep_only, kept)
+        with disk_faults(f"checkpoint folder {self._folder}"):
+            await asyncio.to_thread(self.parts.keep_only, kept)
         async with self._changed:
             self._changed.notify_all()
-
-    # Disk
-
-    async def _local(self, call: Callable[..., _T], *arguments: object) -> _T:
-        """Run a blocking call in a thread. Raises LocalError."""
-        return await self._on_disk(asyncio.to_thread(call, *arguments))
-
-    async def _on_disk(self, work: Awaitable[_T]) -> _T:
-        """Await `work`, with OSError raised as LocalError."""
-        try:
-            return await work
-        except OSError as error:
-            raise disk_fault(error, f"checkpoint folder {self._folder}") from None
 
 
 def _worth_keeping(before: tuple[PartEntry, ...], encoding: Encoding, raw_bytes: int) -> tuple[PartEntry, ...]:

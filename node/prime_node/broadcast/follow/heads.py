@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeVar
 
 from prime_node.broadcast.follow.known_chain import HeadOrder, KnownChain
 from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePool
-from prime_node.files import disk_fault, read_or_begin, write_durably
+from prime_node.files import disk_faults, read_or_begin, write_durably
 from prime_node.inside import place
 from prime_node.patience import first_answer
 from prime_node.ports.transport import Unreachable
@@ -188,12 +188,7 @@ class Heads:
     async def _compare_with(self, named: NamedSource, version: int) -> bool:
         asked_s = self._pool.clock.monotonic_s()
         try:
-            shown = await self._open(await self._answer(named, partial(named.source.manifest, version)))
-            if shown.manifest.policy_version != version:
-                raise RemoteError(
-                    ErrorCode.CHAIN_BROKEN, f"the source answered a request for manifest {version} with another one"
-                )
-            self._order_of(shown)
+            self._order_of(await self._manifest_of(named, version))
         except (RemoteError, Unreachable) as error:
             if not (isinstance(error, RemoteError) and error.code in (ErrorCode.FORK, ErrorCode.NOT_FOUND)):
                 self._pool.failed(named, error, asked_s=asked_s)  # a fork is the trainer's fault, not that of the peer
@@ -208,6 +203,15 @@ class Heads:
                 return await ask()
         except TimeoutError:
             raise Unreachable(f"an answer took longer than {seconds:g} s") from None
+
+    async def _manifest_of(self, named: NamedSource, version: int) -> SignedManifest:
+        """Return a source's manifest of a version, after checks (1) and (2). Raises RemoteError or Unreachable."""
+        signed = await self._open(await self._answer(named, partial(named.source.manifest, version)))
+        if signed.manifest.policy_version != version:
+            raise RemoteError(
+                ErrorCode.CHAIN_BROKEN, f"the source answered a request for manifest {version} with another one"
+            )
+        return signed
 
     async def manifest(self, policy_version: int) -> SignedManifest:
         """Return a manifest at or below the head, verified against the chain. Raises RemoteError or Unreachable."""
@@ -338,12 +342,7 @@ class Heads:
     async def _fetch_from(self, named: NamedSource, policy_version: int, wanted: BasePolicy | None) -> SignedManifest:
         asked_s = self._pool.clock.monotonic_s()
         try:
-            signed = await self._open(await self._answer(named, partial(named.source.manifest, policy_version)))
-            if signed.manifest.policy_version != policy_version:
-                raise RemoteError(
-                    ErrorCode.CHAIN_BROKEN,
-                    f"the source answered a request for manifest {policy_version} with another one",
-                )
+            signed = await self._manifest_of(named, policy_version)
             if wanted is not None and not _is(signed, wanted):
                 raise RemoteError(
                     ErrorCode.CHAIN_BROKEN, f"policy {policy_version} is not the base that the manifest names"
@@ -385,11 +384,9 @@ class Heads:
             path.unlink()
 
     def _write(self, path: Path, envelope: Envelope) -> None:
-        try:
+        with disk_faults(f"checkpoint folder {self._folder}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, envelope.to_bytes())
-        except OSError as error:
-            raise disk_fault(error, f"checkpoint folder {self._folder}") from None
 
 
 def _is(signed: SignedManifest, wanted: BasePolicy) -> bool:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from prime_node.broadcast.follow.lost_rings import is_by_unknown_key, newest_ring_kept
-from prime_node.files import disk_fault, read_or_begin, write_durably
+from prime_node.files import disk_faults, read_or_begin, write_durably
 from prime_node.inside import place
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import TIMESTAMP_NAME, amendment_name, key_ring_name
@@ -95,13 +95,11 @@ class Trust:
         self._rings_compared: dict[str, int] = {}
         """Version of the key ring that each source was found to share."""
         self._said = ""
-        try:
+        with disk_faults(f"folder {folder}"):
             for name in ("keys", "calibrations"):
                 place(folder, name).mkdir(parents=True, exist_ok=True)
             self._ring_kept = newest_ring_kept(place(folder, "keys"), run)
             self._restore()
-        except OSError as error:
-            raise disk_fault(error, f"folder {folder}") from None
 
     def fault(self) -> str:
         """Return why no new work may be accepted from these sources; empty if there is no reason.
@@ -364,10 +362,8 @@ class Trust:
         """Take what was stored after a key ring that was lost, now that a source has shown it."""
         if self._orphan is None and version >= self._ring_kept:
             return
-        try:
+        with disk_faults(f"folder {self._folder}"):
             self._restore()
-        except OSError as error:
-            raise disk_fault(error, f"folder {self._folder}") from None
 
     def _restore_amendments(self, stamp: Timestamp) -> None:
         """Take the stored amendments if the stored timestamp names them. If not, the sources are asked again.
@@ -391,8 +387,6 @@ class Trust:
 
     def _write(self, name: str, envelope: Envelope) -> None:
         path = place(self._folder, name)
-        try:
+        with disk_faults(f"folder {self._folder}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path, envelope.to_bytes())
-        except OSError as error:
-            raise disk_fault(error, f"folder {self._folder}") from None

@@ -16,7 +16,6 @@ version that is published already is compared and not published twice; another s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,7 @@ from prime_node.broadcast.publish.part_spool import PartSpool
 from prime_node.broadcast.publish.publication import Attachment, Published
 from prime_node.broadcast.publish.spans import FIRST_S_MAX, SpanRules
 from prime_node.broadcast.routes import UpdateRoute, routes_of
-from prime_node.patience import ask_until_answered, first_of
+from prime_node.patience import ask_until_answered, cancel_all, first_of
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_backend import PolicyCopy
 from prime_node.ports.transport import PublishPort
@@ -170,9 +169,7 @@ class Publisher:
     async def close(self) -> None:
         """End the background task; pending policies are published after the next start. Idempotent."""
         if self._worker is not None:
-            self._worker.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._worker
+            await cancel_all(self._worker)
 
     def _raise_error(self) -> None:
         if self._error is not None:

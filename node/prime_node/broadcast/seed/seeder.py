@@ -18,12 +18,12 @@ from prime_node.broadcast.follow.heads import Heads
 from prime_node.broadcast.follow.trust import Trust
 from prime_node.broadcast.follow.update_paths import UpdatePaths, UpdateStep
 from prime_node.broadcast.seed.seed_store import SeedStore
-from prime_node.broadcast.swarm.download import DownloadPlan, Downloads, NoPeers
+from prime_node.broadcast.swarm.download import PIECES_BYTES_MAX, DownloadPlan, Downloads, NoPeers
 from prime_node.broadcast.swarm.have_set import HaveSet
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_decoder import Decode
 from prime_node.broadcast.swarm.sources import SourcePool
-from prime_node.files import disk_fault
+from prime_node.files import disk_faults
 from prime_node.patience import RateLimit, first_of, unless
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
@@ -57,8 +57,8 @@ class Seeder:
         *,
         clock: Clock,
         rng: random.Random,
-        memory_bytes_max: int,
         parts_bytes_max: int,
+        memory_bytes_max: int = PIECES_BYTES_MAX,
         plan: DownloadPlan | None = None,
         rate: RateLimit | None = None,
         trust: Trust | None = None,
@@ -71,7 +71,7 @@ class Seeder:
         self._run, self._trust = run, trust
         self._clock = clock
         self._folder = folder
-        try:
+        with disk_faults(f"folder {folder}"):
             self.parts = PartStore(folder / "parts", bytes_max=parts_bytes_max)
             self._downloads = Downloads(
                 pool, self.parts, self.have_set, clock, rng, memory_bytes_max, plan or NoPeers(), rate
@@ -79,15 +79,11 @@ class Seeder:
             self.heads = Heads(run, pool, folder, on_head=self.have_set.advance_head)
             self._update_paths = UpdatePaths(self.heads, on_disk=self.parts.has)
             self.seed_store = SeedStore(self.parts, self.have_set, folder / "manifests")
-        except OSError as error:
-            raise disk_fault(error, f"folder {folder}") from None
 
     async def follow(self) -> NoReturn:
         """Follow the head until cancelled."""
-        try:
+        with disk_faults(f"folder {self._folder}"):
             await self.seed_store.restore(self._run)
-        except OSError as error:
-            raise disk_fault(error, f"folder {self._folder}") from None
         with contextlib.closing(self.heads):
             await first_of(self._follow(), *([] if self._trust is None else [self._trust.follow()]))
         raise AssertionError("following does not end")
@@ -97,7 +93,8 @@ class Seeder:
         while True:
             asked_s = self._clock.monotonic_s()
             if asked_s >= checked_s + CHECK_S:
-                await self._checked()
+                with disk_faults(f"folder {self._folder}"):
+                    await self.seed_store.check()
                 checked_s = asked_s
             self.seed_store.forget_lost()
             await self.heads.look(wait_s=HEAD_WAIT_S if self.heads.newest <= self.seed_store.newest else 0.0)
@@ -111,12 +108,6 @@ class Seeder:
                 log.warning("policy %d: %s; fetching the head again", self.heads.newest, error)
                 await self._clock.sleep(PAUSE_S)
 
-    async def _checked(self) -> None:
-        try:
-            await self.seed_store.check()
-        except OSError as error:
-            raise disk_fault(error, f"folder {self._folder}") from None
-
     def manifest_at_hand(self, policy_version: int) -> Envelope | None:
         """Return a verified manifest to serve to peers, or None if it is not held."""
         signed = self.heads.chain.recent(policy_version)
@@ -128,13 +119,11 @@ class Seeder:
         Raises RemoteError, Unreachable or LocalError.
         """
         signed = await self.heads.manifest(policy_version)
-        try:
+        with disk_faults(f"folder {self._folder}"):
             await self._take_path(signed)
             for encoding in sorted(signed.manifest.encodings, key=lambda one: one.sent_bytes):
                 await self._download(signed.manifest, encoding)
             self.seed_store.put(signed)
-        except OSError as error:
-            raise disk_fault(error, f"folder {self._folder}") from None
         log.info("policy %d is stored, %d encodings", policy_version, len(signed.manifest.encodings))
 
     async def _take_path(self, signed: SignedManifest) -> None:

@@ -32,7 +32,7 @@ from prime_node.broadcast.swarm.sources import (
     SourcePool,
     broken_publication,
 )
-from prime_node.patience import RateLimit
+from prime_node.patience import RateLimit, cancel_all
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_protocol import limits
@@ -45,6 +45,9 @@ TICK_S, TICK_SHARE, TICK_S_MAX = 0.1, 0.02, 0.5
 """Seconds between looks at all sources, to take over a silent one's work: a share of the time that a download has lasted."""
 TREE_S_MAX = 2.0
 """Seconds for which our parents alone are asked where an encoding goes down the tree; then all peers are."""
+
+PIECES_BYTES_MAX = 64 * 2**20
+"""Memory for pieces during one download."""
 
 
 class DownloadPlan(Protocol):
@@ -87,7 +90,7 @@ class Downloads:
     have_set: HaveSet
     clock: Clock
     rng: random.Random
-    memory_bytes_max: int
+    memory_bytes_max: int = PIECES_BYTES_MAX
     """Memory for pieces during one download, those queued for the decoder included."""
     plan: DownloadPlan = field(default_factory=NoPeers)
     rate: RateLimit | None = None
@@ -121,8 +124,7 @@ class Downloads:
         except FileNotFoundError as error:
             raise Unreachable(f"{error.filename} was removed by another program; fetching it again") from None
         finally:
-            preparing.cancel()
-            await asyncio.gather(preparing, return_exceptions=True)
+            await cancel_all(preparing)
 
 
 class Download:
@@ -180,9 +182,7 @@ class Download:
             await self._fetch_all()
         finally:
             self._pool.on_news.discard(self._has_news)
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel_all(*self._tasks)
 
     # From the sources
 

@@ -20,7 +20,7 @@ from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePo
 from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.broadcast.swarm.topology import Topology, TopologyRules, parents, share_of, topology_for
 from prime_node.broadcast.swarm.uplink import Uplink
-from prime_node.patience import RateLimit
+from prime_node.patience import RateLimit, cancel_all
 from prime_node.ports.clock import Clock
 from prime_node.ports.swarm import PeerLink
 from prime_node.ports.transport import Unreachable
@@ -108,10 +108,7 @@ class Neighbours:
                     if asking.done():
                         asking.result()
         finally:
-            tasks = [asking, *self._tasks.values()]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_all(asking, *self._tasks.values())
 
     def link_more(self) -> None:
         """Begin a link to each chosen peer that has none."""

@@ -20,7 +20,7 @@ from prime_node.broadcast.swarm.neighbours import Neighbours
 from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
-from prime_node.patience import Switch, unless
+from prime_node.patience import Switch, cancel_all, unless
 from prime_node.ports.host_names import is_own_host
 from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.transport import Unreachable
@@ -82,8 +82,7 @@ class Peer:
         try:
             yield
         finally:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_all(self._task)
             self.service.close()
             if self.network is not None:
                 await self.network.close()

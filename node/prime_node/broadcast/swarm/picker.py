@@ -159,10 +159,6 @@ class Picker:
         self._sources[name] = _Source(is_web_seed)
         self.has(name, has)
 
-    def has_all(self, name: str) -> None:
-        """Record that a source has every piece."""
-        self.has(name, self._all)
-
     def has(self, name: str, announced: PieceSet) -> None:
         """Record that a source has these pieces too. Those that have arrived already are no longer counted."""
         source = self._sources[name]

@@ -62,8 +62,8 @@ class _Link:
 class Yielding:
     """The control of one uplink. Call `look` every 0.1 s while something is uploaded."""
 
-    def __init__(self, rules: YieldRules | None = None) -> None:
-        self._rules = rules or YieldRules()
+    def __init__(self) -> None:
+        self._rules = YieldRules()
         self.limit_bytes_s = 0.0
         """Limit for all links together; 0 is none."""
         self.queue_s = 0.0

@@ -40,7 +40,6 @@ from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.dossiers import contradiction_name
 from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import audits
-from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.events import BundleArrived, BundleContradicted, BundleTurnedAway
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
 from prime_node.ports.blobs import Blobs, DamagedBlob
@@ -247,7 +246,7 @@ class BundleIntake:
         with spanned(
             "upload", of_lease(lease.lease_id), step=lease.step, bundle=bundle[:12], num_bytes=incoming.num_bytes
         ):
-            if isinstance(outcome, ev.BundleArrived):
+            if isinstance(outcome, BundleArrived):
                 if bundle in state.bundles:  # a gateway has named it: by its header it belongs to one lease
                     raise RemoteError(ErrorCode.DIGEST_MISMATCH, "this bundle was uploaded for another lease")
                 outcome = await self._store(header, incoming)
@@ -287,7 +286,7 @@ class BundleIntake:
         match outcome:
             case AlreadyAnswered():
                 return outcome.verdict
-            case ev.BundleArrived():
+            case BundleArrived():
                 engine = header.engine
                 is_weighable = self.pairs.is_weighable(engine.calibration_class, self.clock.monotonic_s())
                 audited = self._is_drawn(outcome) or not engine.seeded or not is_weighable
@@ -295,20 +294,20 @@ class BundleIntake:
                     replace(outcome, audited=audited, seeded=engine.seeded, engine_class=engine.calibration_class)
                 )
                 return None
-            case ev.BundleTurnedAway():
+            case BundleTurnedAway():
                 self.decisions.decide(outcome)
                 return Verdict.refuse(outcome.reason, outcome.detail)
-            case ev.BundleContradicted():
+            case BundleContradicted():
                 return await self._keep_both(outcome, lease, envelope)
 
-    def _is_drawn(self, arrived: ev.BundleArrived) -> bool:
+    def _is_drawn(self, arrived: BundleArrived) -> bool:
         """Return whether a bundle is drawn to be audited."""
         state = self.decisions.state
         share = audits.audit_share(state.rules, state.workers[arrived.worker])
         return self.assigner.audit_draw(arrived.bundle) < share
 
     async def _keep_both(
-        self, contradicted: ev.BundleContradicted, lease: LeaseRecord, envelope: Envelope
+        self, contradicted: BundleContradicted, lease: LeaseRecord, envelope: Envelope
     ) -> Verdict | None:
         """Keep two signed headers for one lease for the operator, then convict their worker.
 

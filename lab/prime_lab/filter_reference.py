@@ -1,4 +1,8 @@
-"""Filters top-k, top-p and min-p: which tokens may be chosen, and by what margin a token is in or out.
+"""The engines' token filters and compared choices in numpy, as SPEC.md defines them. Slow; the golden vectors are made with it.
+
+Engines have their own tensor implementations (torch_nucleus.py, token_scores.py). Tests compare them with this one.
+
+Filters top-k, top-p and min-p: which tokens may be chosen, and by what margin a token is in or out.
 
 Each filter examines the whole distribution p = softmax(z / T); a token may be chosen if all filters allow it.
 
@@ -19,7 +23,20 @@ The margin of a chosen token t is the cost of the cheapest explanation of the ch
 tokens u of min(score(u) - score(t), slack(u))), with score = s + noise. Without filters it is the best score less the
 chosen one's.
 
-This is the reference. Engines have their own tensor implementations; a test compares the two.
+Seeded choices compared with those at a lower temperature, and with those by larger errors of the scores.
+
+`margin` counts what a choice is off the seed's, and nothing where both agree. Two more statistics ask what would explain the
+choice better, and count for a worker where the explanation would have led elsewhere:
+
+    cooler   the margin less that at COOLER times the temperature T: m(z / T + g) - m(z / (COOLER T) + g), m of the same token
+    looser   log(q / r), q and r its chances under softmax((z / T + g) / s) at the larger and the smaller scale s of LOOSE
+
+z are the validator's logits and g the assigned noise. If errors of the scores make an honest worker choose by r, looser has
+E[exp(looser)] = 1, whatever the policy is. Real errors differ, so both are calibrated (calibration.py).
+
+Both are defined above temperature 0 and without filters.
+
+Letters: N positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,9 +45,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_protocol.assignment import Sampling
+from prime_protocol.verify import COOLER, LOOSE, OUTSIDE_MIN
 
-OUTSIDE_MIN = -1.0
-"""Nats. Lower bound of top-p slack, so that no implementation has to sort the tail of the vocabulary."""
 _HAIR = 1e-6
 
 Scores = npt.NDArray[np.float64]
@@ -92,3 +108,28 @@ def _top_p_slack(above: Scores, top_p: float) -> Scores:
         slack = np.log(top_p / (1 - top_p)) - np.log(above / np.maximum(1 - above, 1e-12))
     sided: Scores = np.where(above < top_p, np.maximum(slack, 0), np.minimum(slack, -_HAIR))
     return np.maximum(sided, OUTSIDE_MIN)
+
+
+def cooler_of(
+    scaled_NV: npt.NDArray[np.floating], noise_NV: npt.NDArray[np.floating], tokens_N: npt.NDArray[np.integer]
+) -> Scores:
+    """Return `cooler` [N] of chosen tokens, for logits at the sampling temperature."""
+    scaled, noise = scaled_NV.astype(np.float64), noise_NV.astype(np.float64)
+    return _margins(scaled + noise, tokens_N) - _margins(scaled / COOLER + noise, tokens_N)
+
+
+def looser_of(scores_NV: npt.NDArray[np.floating], tokens_N: npt.NDArray[np.integer]) -> Scores:
+    """Return `looser` [N] of chosen tokens, for noisy scores."""
+    small, large = (_log_chances(scores_NV.astype(np.float64) / scale, tokens_N) for scale in LOOSE)
+    return large - small
+
+
+def _margins(scores_NV: Scores, tokens_N: npt.NDArray[np.integer]) -> Scores:
+    found: Scores = scores_NV.max(axis=1) - np.take_along_axis(scores_NV, tokens_N[:, None], axis=1)[:, 0]
+    return found
+
+
+def _log_chances(scores_NV: Scores, tokens_N: npt.NDArray[np.integer]) -> Scores:
+    chosen = np.take_along_axis(scores_NV, tokens_N[:, None], axis=1)[:, 0]
+    found: Scores = chosen - np.logaddexp.reduce(scores_NV, axis=1)
+    return found
