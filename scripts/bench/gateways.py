@@ -5,8 +5,8 @@ connections, with everything signed in advance. On a machine of two cores all of
 little; the writer's processor time says how many gateways it could serve. Gateways store
 bundles themselves, as they do in a bucket.
 
-The writer commits what has arrived since its last commit. With 16 calls in progress, a fast disk leaves one lease to a commit,
-and a slow one eight or more: then a lease costs less than half as much. So compare two releases by turns on one machine.
+The writer commits at most every 5 ms, and gateways send eight heartbeats in one call. How many leases share a commit depends on
+the machine: compare two releases by turns on one.
 """
 
 from __future__ import annotations

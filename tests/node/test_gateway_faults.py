@@ -26,7 +26,6 @@ from prime_node.adapters.link.sealed_frames import (
     FrameOpener,
     FrameSealer,
     LinkFrame,
-    fault_of,
 )
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
@@ -37,7 +36,7 @@ from prime_node.coordinator.api.peer_discovery import announced_from
 from prime_node.coordinator.gateway.config import GatewayConfig
 from prime_node.coordinator.gateway.relay import GatewayRelay
 from prime_node.ports.web import Request, Response, Sender
-from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall, HeldParcel
+from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall, HeldParcel, fault_of
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.requests import PeersRequest
 
@@ -213,7 +212,7 @@ def test_frames_of_one_packet_are_read_one_by_one_and_none_of_them_may_be_malfor
 def test_a_newer_coordinator_ends_no_gateway_by_a_word_that_it_does_not_know() -> None:
     """Coordinators are upgraded first."""
     fault = LinkFrame(FrameKind.FAULT, 1, {"code": "of_tomorrow", "detail": "x"})
-    assert fault_of(fault).code is ErrorCode.INTERNAL
+    assert fault_of(fault.head).code is ErrorCode.INTERNAL
     sealed = FrameSealer(SECRET).seal(LinkFrame(99, 1))  # type: ignore[arg-type]
     with pytest.raises(BrokenLink, match="99"):
         list(FrameOpener(SECRET).feed(sealed))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.node.coordinator_world import ANNA, BEN, VALIDATOR, make_parcel, make_run, memory_parts, running
+from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, VALIDATOR, make_parcel, make_run, memory_parts, running
 from tests.node.gateway_world import LISTENS, hearing
 from tests.node.link_world import BODY_BYTES_MAX, RawGateway, answering, linked, no_answer, raw_gateway
 from tests.node.newcomers_world import request
@@ -18,7 +19,8 @@ from prime_node.adapters.link import link_server
 from prime_node.adapters.link.link_server import LOG_S
 from prime_node.adapters.link.sealed_frames import CODE_BYTES, HEAD_BYTES_MAX, FrameKind, LinkFrame
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
-from prime_node.ports.writer_link import ADMIT, SHED, ForwardedAnswer, ForwardedCall, HeldParcel
+from prime_node.coordinator.api.forwarded import BEATS_MAX, heartbeats_to_bytes
+from prime_node.ports.writer_link import ADMIT, BEATS, SHED, ForwardedAnswer, ForwardedCall, HeldParcel
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.parcel import open_parcel
 
@@ -126,6 +128,40 @@ async def test_a_fault_of_the_coordinator_fills_no_log_however_often_a_gateway_m
         passed_s = time.monotonic() - began_s
     for line in ("a call of a gateway", "is linked"):
         assert 1 <= caplog.text.count(line) <= 1 + passed_s / LOG_S, line
+
+
+BEATS_BODIES = {
+    "nothing": b"",
+    "no list": b"{}\n",
+    "too many": b"[" + b",".join([b'["a","b",2]'] * (BEATS_MAX + 1)) + b"]\n" + b"{}" * (BEATS_MAX + 1),
+    "a signer that is no text": b'[[{"$":1},"",2]]\n{}',
+    "an endless address": b'[["a","' + b"x" * 10_000 + b'",2]]\n{}',
+    "a length below zero": b'[["a","",-1]]\n{}',
+    "half a character": b'[["\\ud800","",2]]\n{}',
+}
+
+
+async def test_heartbeats_that_no_gateway_sends_are_no_signs_of_life() -> None:
+    parts, server = hearing(memory_parts(make_run(), **LISTENS))
+    async with running(parts) as world, linked(server.port, world.run.digest) as link:
+        await world.join(ANNA)
+        await world.learn_epoch()
+        for name, body in BEATS_BODIES.items():
+            with pytest.raises(RemoteError) as error:
+                await link.ask(ForwardedCall(BEATS, body=body))
+            assert error.value.code is ErrorCode.MALFORMED, name
+        payload = world.stamped(HEARTBEAT.model_copy(update={"bundles_spooled": 7}))
+        rows = [("../../keys/root", payload), (ANNA.key_id, payload[:-1]), (ANNA.key_id, b"{}"), (ANNA.key_id, b"")]
+        answer = await link.ask(
+            ForwardedCall(
+                BEATS, body=heartbeats_to_bytes([ForwardedCall("", signer=key, body=one) for key, one in rows])
+            )
+        )
+        assert isinstance(answer.response.body, bytes)
+        codes = [found["code"] for found in json.loads(answer.response.body)]
+        assert codes == ["unknown_worker", "malformed", "wrong_type", "malformed"]
+        (row,) = (await world.status())["workers"]
+        assert row["bundles_spooled"] == 0
 
 
 async def ended(gateway: RawGateway) -> bool:

@@ -17,9 +17,13 @@ from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.clock import Clock
 from prime_node.ports.leadership import Leadership
 from prime_node.ports.metrics import Metrics
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.verdict import BundleStatus
 
 log = logging.getLogger(__name__)
+
+TERM_RETRY_S = 0.5
+"""Time after which a client may repeat a request whose answer came after the end of the coordinator's term."""
 
 
 class Decisions:
@@ -65,6 +69,14 @@ class Decisions:
     async def synced(self) -> None:
         """Return once every event so far is durable. Raise RemoteError(UNAVAILABLE) if that has become impossible."""
         await self._journal.synced()
+
+    async def answerable(self) -> None:
+        """Return once an answer may be given: all that it may depend on is durable. Raise RemoteError(UNAVAILABLE)."""
+        await self._journal.synced()
+        if not self.may_answer():
+            raise RemoteError(
+                ErrorCode.UNAVAILABLE, "the coordinator may have been replaced", retry_after_s=TERM_RETRY_S
+            )
 
     def may_answer(self) -> bool:
         """Return whether no other coordinator can lead at this moment, so that an answer or a deletion does no harm."""

@@ -39,6 +39,9 @@ from prime_protocol.verdict import BundleStatus
 
 log = logging.getLogger(__name__)
 
+WRITE_S_MIN = 0.005
+"""Shortest time from one write of the store to the next. Each costs as much as a lease; under load several handlers share one."""
+
 
 class Journal:
     """The state with its log. Created by `open_journal`."""
@@ -129,9 +132,13 @@ class Journal:
     async def write(self, forget: Callable[[Sequence[str]], None]) -> None:
         """Run the writer task. Call `forget` with bundles that may be deleted. Return after `close`, with all events durable."""
         try:
+            loop, began_s = asyncio.get_running_loop(), -WRITE_S_MIN
             while True:
                 await self._wanted.wait()
+                if not (self._failed or self._closing):
+                    await asyncio.sleep(began_s + WRITE_S_MIN - loop.time())  # at once if that has passed
                 self._wanted.clear()
+                began_s = loop.time()
                 if self._fault is not None:
                     raise TransientFault(
                         "the coordinator's state may be wrong after an error; restart it"

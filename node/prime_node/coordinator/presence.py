@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from prime_node.carrier import carrier
 from prime_node.coordinator.state.records import State, WorkerRecord
 from prime_node.patience import PAUSE_S_MAX
+from prime_node.ports.clock import Clock
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import HeartbeatRequest, WorkerState
@@ -138,13 +139,13 @@ class ActiveWorkers(Collection[str]):
         return self._state.num_active
 
 
-def require_session(state: State, presence: Presence, signer: str, session: str, now_s: float) -> None:
+def require_session(state: State, presence: Presence, signer: str, session: str, clock: Clock) -> None:
     """Raise RemoteError(IN_USE) if the key takes part in another session."""
     worker = state.workers.get(signer)
     if worker is None or not worker.active or worker.session == session:
         return
     since = datetime.fromtimestamp(worker.joined_at_ms / 1_000, UTC)
-    wait_s = presence.lasts_s(signer, now_s)
+    wait_s = presence.lasts_s(signer, clock.monotonic_s())
     raise RemoteError(
         ErrorCode.IN_USE,
         (

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import field
-from typing import Protocol
+from typing import Any, Protocol
 
 from prime_node.carrier import carrier
 from prime_node.ports.web import Response, Sender
+from prime_protocol.errors import ErrorCode, RemoteError
 
-ADMIT, SHED = "admit", "shed"
-"""Calls that are none of the endpoints: may a body be read, and what was refused for load."""
+ADMIT, BEATS, SHED = "admit", "beats", "shed"
+"""Calls that are none of the endpoints: may a body be read, several heartbeats, and what was refused for load."""
 
 
 @carrier(frozen=True, slots=True)
@@ -104,3 +105,24 @@ class GatewayListener(Protocol):
 
 
 Addresses = Sequence[tuple[str, int]]
+
+
+def fault_head(error: RemoteError) -> dict[str, object]:
+    """Return an error as the link carries it."""
+    return {
+        "code": str(error.code),
+        "detail": error.detail[:2_000],
+        "retry_after_s": error.retry_after_s,
+        "epoch": error.epoch,
+    }
+
+
+def fault_of(head: Mapping[str, Any]) -> RemoteError:
+    """Return the error that the link has carried."""
+    is_known = head["code"] in set(ErrorCode)
+    return RemoteError(
+        ErrorCode(head["code"]) if is_known else ErrorCode.INTERNAL,  # else the coordinator's is a newer release
+        head["detail"],
+        retry_after_s=head.get("retry_after_s"),
+        epoch=head.get("epoch") or "",
+    )

@@ -22,14 +22,12 @@ from prime_node.adapters.link.sealed_frames import (
     FrameOpener,
     FrameSealer,
     LinkFrame,
-    fault_head,
-    fault_of,
     is_proof,
     proof,
 )
 from prime_node.patience import SAY_AGAIN_S, Backoff, first_of
 from prime_node.ports.web import Response, Sender
-from prime_node.ports.writer_link import Addresses, ForwardedAnswer, ForwardedCall, HeldParcel
+from prime_node.ports.writer_link import Addresses, ForwardedAnswer, ForwardedCall, HeldParcel, fault_head, fault_of
 from prime_protocol.errors import ErrorCode, PrimeError, RemoteError
 
 log = logging.getLogger(__name__)
@@ -171,7 +169,7 @@ class LinkClient:
             if answer.done():
                 self._decline(frame)
             elif frame.kind is FrameKind.FAULT:
-                answer.set_exception(fault_of(frame))
+                answer.set_exception(fault_of(frame.head))
             else:
                 if frame.head.get("streams"):
                     self._streams[frame.call] = asyncio.Queue()
@@ -224,7 +222,7 @@ class LinkClient:
         while True:
             frame = await stream.get()
             if frame.kind is FrameKind.FAULT:
-                raise fault_of(frame)
+                raise fault_of(frame.head)
             if frame.kind is FrameKind.END:
                 return
             yield frame.body

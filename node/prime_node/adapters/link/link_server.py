@@ -29,13 +29,11 @@ from prime_node.adapters.link.sealed_frames import (
     FrameOpener,
     FrameSealer,
     LinkFrame,
-    fault_head,
-    fault_of,
     is_proof,
     proof,
 )
 from prime_node.adapters.web.shares import Turns
-from prime_node.ports.writer_link import AnswerCall, ForwardedAnswer
+from prime_node.ports.writer_link import AnswerCall, ForwardedAnswer, fault_head, fault_of
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 
@@ -304,7 +302,7 @@ class _Link(asyncio.Protocol):
     def _take_given(self, frame: LinkFrame, wanted: asyncio.Future[bytes]) -> None:
         """Pass on the parcel of a call, or why there is none."""
         if frame.head:
-            wanted.set_exception(fault_of(frame))
+            wanted.set_exception(fault_of(frame.head))
             return
         try:
             self._server.hold(self.address, len(frame.body))

@@ -27,7 +27,7 @@ from blake3 import blake3
 from pydantic_core import to_json
 
 from prime_node.carrier import carrier
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import LocalError
 
 MAGIC = b"prime gateway 2\n"
 NONCE_BYTES, PROOF_BYTES, CODE_BYTES, LENGTH_CODE_BYTES = 32, 32, 16, 8
@@ -193,25 +193,3 @@ def _code(key: bytes, number: int, inner: bytes | memoryview) -> bytes:
 
 def _length_code(key: bytes, number: int, length: bytes) -> bytes:
     return _code(key, number, length)[:LENGTH_CODE_BYTES]
-
-
-def fault_head(error: RemoteError) -> dict[str, object]:
-    """Return the head of an error's frame."""
-    return {
-        "code": str(error.code),
-        "detail": error.detail[:2_000],
-        "retry_after_s": error.retry_after_s,
-        "epoch": error.epoch,
-    }
-
-
-def fault_of(frame: LinkFrame) -> RemoteError:
-    """Return the error in a frame."""
-    head = frame.head
-    is_known = head["code"] in set(ErrorCode)
-    return RemoteError(
-        ErrorCode(head["code"]) if is_known else ErrorCode.INTERNAL,  # else the coordinator's is a newer release
-        head["detail"],
-        retry_after_s=head.get("retry_after_s"),
-        epoch=head.get("epoch") or "",
-    )

@@ -88,7 +88,7 @@ class WorkerAdmission:
         joining = joining_rules(state, config)
         worker = state.workers.get(signer)
         is_active, is_known = worker is not None and worker.active, worker is not None and worker.has_history
-        require_session(state, self.presence, signer, request.session, self.clock.monotonic_s())  # (0)
+        require_session(state, self.presence, signer, request.session, self.clock)  # (0)
         _check_software(request.software, config.software_min)  # (1)
         if not (request.engine.seeded or self.run.spec.checks.unseeded):
             raise RemoteError(

@@ -93,10 +93,10 @@ class BodyChecks:
         if claim.run != self.gate.run.digest:  # (6)
             raise wrong_run(claim.run, self.gate.run)
         self.gate.require_fresh(claim.epoch, claim.issued_at_ms, now)
-        self.gate.nonces.require_new(signer, claim.nonce)  # a recorded header costs its signer nothing
+        new = self.gate.nonces.require_new(signer, claim.nonce)  # a recorded header costs its signer nothing
         if signer in state.workers:
             self.gate.limiter.by_key.spend(signer, now_s)
-        self.gate.spend_nonce(signer, sender, claim.nonce, state=state, address=address, now_s=now_s)
+        self.gate.spend_nonce(signer, sender, claim.nonce, new, state=state, address=address, now_s=now_s)
         request.vouch(sender)
         return BodyAdmission(self._of_known(signer, network), claim.body_digest)
 

@@ -8,24 +8,33 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from prime_node.coordinator.api.body_checks import BodyChecks
-from prime_node.coordinator.api.requests import sender_of
-from prime_node.coordinator.api.routes import ServedEndpoint
+from prime_node.coordinator.api.clock_readings import read_clocks
+from prime_node.coordinator.api.requests import Caller, sender_of
+from prime_node.coordinator.api.routes import HEARTBEAT_PATH, ServedEndpoint
 from prime_node.ports.web import BodyAdmission, BodyShare, CallerBounds, Importance, Request, Response, Sender
-from prime_node.ports.writer_link import ADMIT, SHED, ForwardedAnswer, ForwardedCall
+from prime_node.ports.writer_link import ADMIT, BEATS, SHED, ForwardedAnswer, ForwardedCall, fault_head, fault_of
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.requests import HeartbeatRequest
 
 _NAMES, _NUMBER = re.compile(r"\{(\w+)\}"), re.compile(r"[0-9]{1,15}")
 """Names of the parameters in a path, and a number of bytes."""
 _Kind = Literal["STRANGERS", "HEARTBEATS", "NEW_WORK", "FINISHED_WORK", "ALWAYS"]
 _COUNTS = TypeAdapter(dict[_Kind, Annotated[int, Field(strict=True, ge=0, le=limits.COUNT_MAX)]])
 """What a gateway has refused, by importance."""
+BEATS_MAX = 64
+"""Heartbeats in one call."""
+_Short = Annotated[str, StringConstraints(max_length=256)]
+_Beat = tuple[_Short, _Short, Annotated[int, Field(ge=0, le=limits.REQUEST_BYTES_MAX)]]
+_BEATS = TypeAdapter(Annotated[list[_Beat], Field(max_length=BEATS_MAX)])
 Overload = Callable[[str, Callable[[], Sender | None]], RemoteError | None]
 """Function that returns the error for a path and a sender, if the coordinator refuses them for load now."""
 
@@ -46,6 +55,8 @@ class ForwardedCalls:
             return self._note_refused(call)
         if call.path == ADMIT:
             return self._admit(call)
+        if call.path == BEATS:
+            return await self._take_heartbeats(call)
         endpoint = self._served.get(call.path)
         if endpoint is None:
             raise RemoteError(ErrorCode.NOT_FOUND, f"this coordinator has no endpoint {call.path[:100]}")
@@ -63,6 +74,41 @@ class ForwardedCalls:
 
         if (error := self._overload(call.path, sender)) is not None:
             raise error
+
+    async def _take_heartbeats(self, call: ForwardedCall) -> ForwardedAnswer:
+        """Answer several heartbeats: the clocks, the journal and the metrics are looked at once for all of them."""
+        served, answers, outcomes = self._served[HEARTBEAT_PATH], list[object](), Counter[str]()
+        state, gate, now, leasing = served.decisions.state, served.gate, read_clocks(served.clock), served.on.leasing
+        signer = ""
+
+        def sender() -> Sender | None:
+            return sender_of(signer, run=gate.run, state=state)
+
+        for signer, address, payload in _heartbeats_of(call.body):
+            if (error := self._overload(HEARTBEAT_PATH, sender)) is not None:
+                answers.append(fault_head(error))
+                continue
+            outcome = "ok"
+            try:
+                admitted = gate.admit_verified(
+                    *(signer, payload),
+                    kind=HeartbeatRequest,
+                    caller=Caller.WORKER,
+                    state=state,
+                    address=address,
+                    now=now,
+                )
+                assert isinstance(admitted.message, HeartbeatRequest)
+                reply = await leasing.take_heartbeat(signer, admitted.message)
+                answers.append((admitted.sender is not None and admitted.sender.is_role, reply.body))
+            except RemoteError as refusal:
+                outcome = refusal.code
+                answers.append(fault_head(refusal))
+            outcomes[outcome] += 1
+        for outcome, count in outcomes.items():
+            served.metrics.add("prime_requests_total", count, endpoint=HEARTBEAT_PATH, outcome=outcome)
+        await served.decisions.answerable()
+        return ForwardedAnswer(Response(to_json(answers)))
 
     def _admit(self, call: ForwardedCall) -> ForwardedAnswer:
         """Decide on a body that the gateway has not read yet."""
@@ -103,6 +149,35 @@ def _request_of(call: ForwardedCall, vouched: list[Sender | None]) -> Request:
         vouch=vouched.append,
         query=call.query,
     )
+
+
+def heartbeats_to_bytes(beats: Sequence[ForwardedCall]) -> bytes:
+    """Return several heartbeats as the body of one call: signer, address and length of each, a newline, and their payloads."""
+    rows = [(beat.signer, beat.address, len(beat.body)) for beat in beats]
+    return b"\n".join((to_json(rows), b"".join(beat.body for beat in beats)))
+
+
+def _heartbeats_of(body: bytes) -> Iterator[tuple[str, str, bytes]]:
+    """Yield signer, address and payload of each heartbeat. Raise RemoteError(MALFORMED)."""
+    head, _, payloads = body.partition(b"\n")
+    try:
+        rows = _BEATS.validate_json(head)
+    except ValidationError:
+        raise _malformed() from None
+    end = 0
+    for signer, address, num_bytes in rows:
+        yield signer, address, payloads[end : (end := end + num_bytes)]
+
+
+def heartbeat_answers_of(answer: ForwardedAnswer, beats: Sequence[ForwardedCall]) -> list[ForwardedAnswer | Exception]:
+    """Return the answer to each heartbeat, or the error."""
+    assert isinstance(answer.response.body, bytes)
+    return [
+        fault_of(found)
+        if isinstance(found, dict)
+        else ForwardedAnswer(Response(found[1].encode()), Sender(beat.signer, is_role=found[0]), is_vouched=True)
+        for beat, found in zip(beats, json.loads(answer.response.body), strict=True)
+    ]
 
 
 def admission_to_json(admission: BodyAdmission) -> bytes:

@@ -132,7 +132,7 @@ class Leasing:
         self.presence.forget(signer)
 
     def _require_session(self, signer: str, session: str) -> None:
-        require_session(self.decisions.state, self.presence, signer, session, self.clock.monotonic_s())
+        require_session(self.decisions.state, self.presence, signer, session, self.clock)
 
     def _note_claim(self, signer: str, speed: Speed | None) -> None:
         """Record a worker's first claim, unless its speed has been measured already."""

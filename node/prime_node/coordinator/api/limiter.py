@@ -30,23 +30,25 @@ class Buckets:
 
     def charge(self, name: str, now_s: float) -> None:
         """Take a token; the level does not fall below zero."""
-        level = self._level(name, now_s)
-        self._levels.pop(name, None)
-        self._levels[name] = (max(0.0, level - 1.0), now_s)
-        if len(self._levels) > BUCKETS_MAX:
-            del self._levels[next(iter(self._levels))]
+        self._take(name, self._level(name, now_s), now_s)
 
-    def require(self, name: str, now_s: float) -> None:
-        """Raise RemoteError(TOO_MANY_REQUESTS) if no token is left."""
+    def require(self, name: str, now_s: float) -> float:
+        """Return the tokens. Raise RemoteError(TOO_MANY_REQUESTS) if none is left."""
         level = self._level(name, now_s)
         if level < 1.0:
             retry_after_s = round((1.0 - level) / self._per_second, 3)
             raise RemoteError(ErrorCode.TOO_MANY_REQUESTS, "slow down", retry_after_s=retry_after_s)
+        return level
 
     def spend(self, name: str, now_s: float) -> None:
         """Take a token. Raise RemoteError(TOO_MANY_REQUESTS) if none is left."""
-        self.require(name, now_s)
-        self.charge(name, now_s)
+        self._take(name, self.require(name, now_s), now_s)
+
+    def _take(self, name: str, level: float, now_s: float) -> None:
+        self._levels.pop(name, None)
+        self._levels[name] = (max(0.0, level - 1.0), now_s)
+        if len(self._levels) > BUCKETS_MAX:
+            del self._levels[next(iter(self._levels))]
 
     def _level(self, name: str, now_s: float) -> float:
         tokens, at_s = self._levels.get(name, (self._burst, now_s))
@@ -60,9 +62,9 @@ class AddressBuckets(Buckets):
         """Take a token; the level does not fall below zero."""
         super().charge(_host_of(name), now_s)
 
-    def require(self, name: str, now_s: float) -> None:
-        """Raise RemoteError(TOO_MANY_REQUESTS) if no token is left."""
-        super().require(_host_of(name), now_s)
+    def require(self, name: str, now_s: float) -> float:
+        """Return the tokens. Raise RemoteError(TOO_MANY_REQUESTS) if none is left."""
+        return super().require(_host_of(name), now_s)
 
 
 @lru_cache(4_096)

@@ -113,9 +113,13 @@ class Nonces:
         self._by_name: Counter[tuple[Room, str]] = Counter()
         self._secret = secrets.token_hex(16)
 
-    def require_new(self, signer: str, nonce: str) -> None:
-        """Raise RemoteError(REPLAYED) if the nonce is known."""
-        self._require_unknown(self._hashed(signer, nonce))
+    def require_new(self, signer: str, nonce: str) -> int:
+        """Return what `spend` remembers of a nonce. Raise RemoteError(REPLAYED) if it is known."""
+        hashed = hash(f"{self._secret} {signer} {nonce}")
+        for one in self._slices:
+            if hashed in one.seen:
+                raise RemoteError(ErrorCode.REPLAYED, "this request was received before; sign a new one")
+        return hashed
 
     def spend(
         self,
@@ -126,13 +130,16 @@ class Nonces:
         room: Room = Room.MEMBERS,
         network: str = "",
         num_members: int = 0,
+        new: int | None = None,
     ) -> None:
         """Remember a nonce. `network` is the network whose share it takes, if not the signer's own.
 
+        `new` is what `require_new` has just returned for it.
+
         Raise RemoteError: REPLAYED, TOO_MANY_REQUESTS if the share is used up, or UNAVAILABLE if the room is full.
         """
-        newest, known = self._slice_at(now_s), self._hashed(signer, nonce)
-        self._require_unknown(known)
+        newest = self._slice_at(now_s)
+        known = self.require_new(signer, nonce) if new is None else new
         name = (room, network or signer)
         room_max = self._room_max[room] + (MEMBER_NONCES * num_members if room is Room.MEMBERS else 0)
         left = room_max - self._in_room[room]
@@ -149,14 +156,6 @@ class Nonces:
         self._in_room[room] += 1
         newest.by_name[name] += 1
         self._by_name[name] += 1
-
-    def _require_unknown(self, hashed: int) -> None:
-        for one in self._slices:
-            if hashed in one.seen:
-                raise RemoteError(ErrorCode.REPLAYED, "this request was received before; sign a new one")
-
-    def _hashed(self, signer: str, nonce: str) -> int:
-        return hash(f"{self._secret} {signer} {nonce}")
 
     def _slice_at(self, now_s: float) -> _Slice:
         """Forget the slices that are old enough, and return the present one."""

@@ -26,14 +26,13 @@ valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from prime_node.carrier import carrier
 from prime_node.coordinator.api.callers import prefix_of
 from prime_node.coordinator.api.clock_readings import ClockReading
-from prime_node.coordinator.api.limiter import Limiter
+from prime_node.coordinator.api.limiter import AddressBuckets, Limiter
 from prime_node.coordinator.api.nonces import Epochs, Nonces, Room
 from prime_node.coordinator.state.records import State
 from prime_node.ports.web import Sender
@@ -153,24 +152,24 @@ class RequestGate:
         """Check what only the writer knows: epoch, time, nonce, rate. Raise RemoteError."""
         now_s = now.monotonic_s
         self.require_fresh(stamped.epoch, stamped.issued_at_ms, now)  # (7)
-        self.nonces.require_new(signer, stamped.nonce)  # (8)
+        new = self.nonces.require_new(signer, stamped.nonce)  # (8)
         if signer != paid_by and (caller not in ROLES_OF or sender is None or not sender.is_role):
             self.limiter.by_key.spend(signer, now_s)  # (9)
-        self.spend_nonce(signer, sender, stamped.nonce, state=state, address=address, now_s=now_s)
+        self.spend_nonce(signer, sender, stamped.nonce, new, state=state, address=address, now_s=now_s)
 
     def spend_nonce(
-        self, signer: str, sender: Sender | None, nonce: str, *, state: State, address: str, now_s: float
+        self, signer: str, sender: Sender | None, nonce: str, new: int, *, state: State, address: str, now_s: float
     ) -> None:
-        """Remember a nonce in the room of its signer's kind. Raise RemoteError."""
+        """Remember a nonce in the room of its signer's kind. `new` is as in `Nonces.spend`. Raise RemoteError."""
         if sender is None:
-            self.nonces.spend(signer, nonce, now_s, room=Room.STRANGERS, network=prefix_of(address))
+            self.nonces.spend(signer, nonce, now_s, room=Room.STRANGERS, network=prefix_of(address), new=new)
         else:
             room = Room.ROLES if sender.is_role else Room.MEMBERS
-            self.nonces.spend(signer, nonce, now_s, room=room, num_members=state.num_active)
+            self.nonces.spend(signer, nonce, now_s, room=room, num_members=state.num_active, new=new)
 
     def blame(self, address: str, now_s: float) -> _Blame:
         """Charge an address for a RemoteError raised inside the context. Used for parcels too."""
-        return _Blame(lambda: self.limiter.by_address.charge(address, now_s))
+        return _Blame(self.limiter.by_address, address, now_s)
 
     def require_fresh(self, epoch: str, issued_at_ms: int, now: ClockReading, *, on_its_way_s: float = 0.0) -> None:
         """Check that a statement is of this epoch and recent.
@@ -208,20 +207,22 @@ def stamped_request(payload: bytes, kind: type[Request], run: PinnedRun, *, is_j
 
 
 class _Blame:
-    """A context that calls `charge` for each RemoteError that passes, except TOO_MANY_REQUESTS.
+    """A context that charges an address for each RemoteError that passes, except TOO_MANY_REQUESTS.
 
     Charging that one would block an address for as long as any caller behind it tries again.
     """
 
-    def __init__(self, charge: Callable[[], None]) -> None:
-        self._charge = charge
+    __slots__ = ("_address", "_buckets", "_now_s")
+
+    def __init__(self, buckets: AddressBuckets, address: str, now_s: float) -> None:
+        self._buckets, self._address, self._now_s = buckets, address, now_s
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RemoteError) and error.code is not ErrorCode.TOO_MANY_REQUESTS:
-            self._charge()
+            self._buckets.charge(self._address, self._now_s)
 
 
 def sender_of(signer: str, *, run: PinnedRun, state: State) -> Sender | None:

@@ -1,7 +1,7 @@
 """The coordinator's HTTP endpoints as one table. SPEC.md, section "HTTP".
 
-Every answer waits until its content is durable (`Decisions.synced`), and is given only during the coordinator's term. Every error
-is an ErrorBody. An internal fault is INTERNAL, shows no details and is logged with its endpoint.
+Every answer waits until its content is durable, and is given only during the coordinator's term (`Decisions.answerable`). Every
+error is an ErrorBody. An internal fault is INTERNAL, shows no details and is logged with its endpoint.
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ READY_PATH = "/readyz"
 """Answered with 200 by a coordinator that leads, with 503 by a standby: for load balancers."""
 STORAGE_RETRY_S = 5.0
 """Time after which a client may repeat a request whose disk or storage service failed."""
-TERM_RETRY_S = 0.5
-"""Time after which a client may repeat a request whose answer came after the end of the coordinator's term."""
 Answer = BaseModel | Envelope | bytes | dict[str, Any] | Response | None
 """Result of an endpoint. A dict is unsigned JSON; None is an answer without content."""
 
@@ -293,11 +291,7 @@ class ServedEndpoint:
         try:
             with received_context(request.headers):
                 response = response_of(await self.endpoint.answer(self.on, self._call(request, forwarded)))
-            await self.decisions.synced()
-            if not self.decisions.may_answer():
-                raise RemoteError(
-                    ErrorCode.UNAVAILABLE, "the coordinator may have been replaced", retry_after_s=TERM_RETRY_S
-                )
+            await self.decisions.answerable()
         except RemoteError as error:
             outcome = error.code
             raise

@@ -25,12 +25,14 @@ from prime_node.coordinator.api.page import live_answer, live_since
 from prime_node.coordinator.api.requests import verify_request
 from prime_node.coordinator.api.routes import (
     ENDPOINTS,
+    HEARTBEAT_PATH,
     PAGE_ENDPOINTS,
     STORAGE_RETRY_S,
     UPLOAD_PATH,
     ApiEndpoint,
     sent_request,
 )
+from prime_node.coordinator.gateway.heartbeats import HeartbeatCalls
 from prime_node.coordinator.gateway.live_relay import LIVE_PATH, LiveRelay
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
@@ -96,10 +98,12 @@ class GatewayRelay:
     shed: Counter[str] = field(default_factory=Counter)
     """Requests refused for load that the writer does not know of, by importance."""
     live: LiveRelay = field(init=False)
+    _beats: HeartbeatCalls = field(init=False)
     _waiting: dict[tuple[object, ...], asyncio.Task[ForwardedAnswer]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.live = LiveRelay(self.link, self.clock)
+        self._beats = HeartbeatCalls(self.link)
 
     def routes(self) -> list[Route]:
         """Return the routes of the gateway: those of a coordinator."""
@@ -142,7 +146,7 @@ class GatewayRelay:
         elif endpoint.path == UPLOAD_PATH:
             call = await self._upload(call)
         try:
-            answer = await self.link.ask(call)
+            answer = await (self._beats if endpoint.path == HEARTBEAT_PATH else self.link).ask(call)
         except RemoteError as error:
             if endpoint.message is not None and not error.is_transient:
                 request.vouch(None)  # a busy or absent writer has not judged the sender

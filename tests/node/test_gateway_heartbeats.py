@@ -1,0 +1,129 @@
+"""Heartbeats behind a gateway share calls to the writer, and each gets the answer that it would get alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+
+from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, VALIDATOR, World, make_run, memory_parts, running
+from tests.node.gateway_world import LISTENS, hearing, two_gateways
+from tests.node.link_world import linked
+
+from prime_node.adapters.web.aiohttp_server import AiohttpServer
+from prime_node.adapters.web.shedding import PRESSURE_MAX
+from prime_node.coordinator.api.callers import Callers
+from prime_node.coordinator.api.forwarded import BEATS_MAX
+from prime_node.coordinator.gateway.heartbeats import FULL
+from prime_node.coordinator.gateway.relay import GatewayRelay
+from prime_node.ports.web import Handler, Request, Response, Sender
+from prime_node.ports.writer_link import BEATS, ForwardedAnswer, ForwardedCall, WriterLink
+from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.identity import SigningKey
+
+
+class Counted(WriterLink):
+    """A link that notes the paths of its calls."""
+
+    def __init__(self, link: WriterLink) -> None:
+        self._link = link
+        self.paths: list[str] = []
+
+    async def ask(self, call: ForwardedCall) -> ForwardedAnswer:
+        """Forward a request."""
+        self.paths.append(call.path)
+        return await self._link.ask(call)
+
+    async def keep(self) -> None:
+        """Do nothing: the link is kept elsewhere."""
+
+
+def handler_of(world: World, link: WriterLink) -> Handler:
+    """Return a gateway's handler of heartbeats."""
+    relay = GatewayRelay(world.run, link, Callers(proxies=(), trusted=()), world.parts.clock)
+    return next(route.handler for route in relay.routes() if route.path == "/v1/heartbeat")
+
+
+def asked(world: World, key: SigningKey, vouched: list[Sender | None] | None = None, **changes: object) -> Request:
+    found: list[Sender | None] = [] if vouched is None else vouched
+    body = world.signed(HEARTBEAT, key, **changes)
+    return Request(params={}, body=body, headers={}, remote="127.0.0.1", vouch=found.append)
+
+
+async def test_each_of_several_heartbeats_in_one_call_gets_its_own_answer() -> None:
+    parts, server = hearing(memory_parts(make_run(), **LISTENS))
+    async with running(parts) as world, linked(server.port, world.run.digest) as plain:
+        await world.join(ANNA, BEN)
+        await world.learn_epoch()
+        link, vouched = Counted(plain), {name: list[Sender | None]() for name in ("anna", "again", "ben", "stranger")}
+        handle, request = handler_of(world, link), asked(world, ANNA, vouched["anna"])
+        answers = await asyncio.gather(
+            handle(request),
+            handle(replace(request, vouch=vouched["again"].append)),
+            handle(asked(world, BEN, vouched["ben"])),
+            handle(asked(world, VALIDATOR, vouched["stranger"])),
+            handle(asked(world, ANNA, epoch="0" * 32)),
+            handle(asked(world, BEN, issued_at_ms=1)),
+            return_exceptions=True,
+        )
+        assert link.paths == [BEATS]
+        good = [answer for answer in answers if isinstance(answer, Response)]
+        assert [json.loads(answer.body)["step"] for answer in good if isinstance(answer.body, bytes)] == [0, 0]
+        refused = [answer.code for answer in answers if isinstance(answer, RemoteError)]
+        assert refused == [ErrorCode.REPLAYED, ErrorCode.UNKNOWN_WORKER, ErrorCode.WRONG_EPOCH, ErrorCode.EXPIRED]
+        assert isinstance(answers[4], RemoteError)
+        assert answers[4].epoch == world.epoch
+        assert vouched == {
+            "anna": [Sender(ANNA.key_id, is_role=False)],
+            "again": [None],
+            "ben": [Sender(BEN.key_id, is_role=False)],
+            "stranger": [None],
+        }
+        text = (await world.get("/metrics"))[1].decode()
+        assert 'prime_requests_total{endpoint="/v1/heartbeat",outcome="ok"} 2.0' in text
+        assert 'prime_requests_total{endpoint="/v1/heartbeat",outcome="replayed"} 1.0' in text
+
+
+async def test_many_heartbeats_are_few_calls_and_one_alone_is_answered_soon() -> None:
+    parts, server = hearing(memory_parts(make_run(), **LISTENS, requests_per_second=1e9))
+    async with running(parts) as world, linked(server.port, world.run.digest) as plain:
+        await world.join(ANNA)
+        await world.learn_epoch()
+        link = Counted(plain)
+        handle = handler_of(world, link)
+        await asyncio.gather(*(handle(asked(world, ANNA)) for _ in range(2 * FULL + 1)))
+        assert link.paths == [BEATS] * 3
+        leaving = asyncio.ensure_future(handle(asked(world, ANNA)))
+        staying = asyncio.ensure_future(handle(asked(world, ANNA)))
+        await asyncio.sleep(0)
+        leaving.cancel()  # its caller has left: the others are answered
+        assert isinstance(await staying, Response)
+
+
+async def test_a_heartbeat_is_a_sign_of_life_through_any_gateway_and_is_refused_again_at_each() -> None:
+    async with two_gateways() as (writer, (one, other)):
+        await one.join(ANNA)
+        signed = one.signed(HEARTBEAT, ANNA)
+        answers = await asyncio.gather(*(world.post("/v1/heartbeat", signed) for world in (one, other, one, other)))
+        assert sorted(status for status, _ in answers) == [200, 409, 409, 409]
+        (row,) = (await writer.status())["workers"]
+        assert (row["state"], row["policy_version"]) == ("idle", -1)
+
+
+async def test_an_overloaded_writer_refuses_heartbeats_one_by_one() -> None:
+    web, (parts, server) = AiohttpServer(), hearing(memory_parts(make_run(), **LISTENS, lag_ms_max=50.0))
+    async with running(replace(parts, web=web)) as world, linked(server.port, parts.run.digest) as link:
+        await world.join(ANNA)
+        await world.learn_epoch()
+        assert web.shedding is not None
+        web.shedding.pressure = PRESSURE_MAX
+        handle = handler_of(world, link)
+        answers = await asyncio.gather(*(handle(asked(world, ANNA)) for _ in range(FULL)), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, RemoteError)]
+        assert {(error.code, error.retry_after_s) for error in refused} == {(ErrorCode.UNAVAILABLE, 5.0)}
+        text = world.parts.metrics.exposition()[0].decode()
+        assert f'prime_requests_shed_total{{importance="heartbeats"}} {len(refused)}.0' in text
+
+
+def test_a_full_call_is_one_that_the_writer_takes() -> None:
+    assert FULL <= BEATS_MAX
