@@ -141,7 +141,7 @@ class ReturnLeaseRequest(WireModel):
     action: Literal["return_lease"] = "return_lease"
     lease_id: Digest
     failed: bool = Field(default=False, exclude_if=_is_default)
-    """Whether the environment failed before its first request to the model. SPEC.md, section 8."""
+    """Whether the environment failed before its first request to the model, or a logprob is no number. SPEC.md, section 8."""
     session: Session = Field(default="", exclude_if=_is_default)
 
 

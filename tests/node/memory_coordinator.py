@@ -72,6 +72,7 @@ class MemoryCoordinator(MemorySource):
         self.clock_ahead_s = 0.0
         self.leases: dict[str, Lease] = {}
         self.returned: list[str] = []
+        self.failed: list[str] = []
         self.cancels: set[str] = set()
         self.verdicts: dict[str, Verdict] = {}
         self.receipts_signed: list[Receipt] = []
@@ -150,6 +151,7 @@ class MemoryCoordinator(MemorySource):
         if request.lease_id not in self.leases:
             raise RemoteError(ErrorCode.LEASE_UNKNOWN, "no such lease")
         self.returned.append(request.lease_id)
+        self.failed += [request.lease_id] if request.failed else []
 
     async def upload(self, parcel: bytes) -> UploadReply:
         self._check_worker()

@@ -261,7 +261,10 @@ async def test_an_engine_that_computes_something_else_is_loaded_again_and_then_u
 
 
 async def test_no_bundle_is_signed_with_logprobs_that_are_no_numbers(tmp_path: Path) -> None:
-    """Before, a fault of the memory, or a policy that overflows on a prompt, was a strike for `malformed` at each such lease."""
+    """Before, a fault of the memory, or a policy that overflows on a prompt, was a strike for `malformed` at each such lease.
+
+    The lease is returned as failed: if it fails on other machines too, its slots draw other problems.
+    """
     world = WorkerWorld(tmp_path)
     faults = [math.nan, math.inf, -math.inf]
 
@@ -276,7 +279,7 @@ async def test_no_bundle_is_signed_with_logprobs_that_are_no_numbers(tmp_path: P
     assert await run_worker(world.worker(Overflowing()), world.stop) is Ending.STOPPED
     assert not faults
     assert all(verdict.accepted for verdict in world.coordinator.verdicts.values())
-    assert len(world.coordinator.returned) >= 3
+    assert len(world.coordinator.failed) == 3
 
 
 async def test_an_engine_that_keeps_computing_something_else_ends_the_worker_without_an_upload(tmp_path: Path) -> None:

@@ -116,6 +116,10 @@ def bundle_for(
     return pack_parcel(header, body, PayloadType.ROLLOUT, key)
 
 
+class NoNumber(EngineMismatch):
+    """A logprob is no finite number: memory of this machine is at fault, or the policy overflows on this prompt everywhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class Generated:
     """Outcome of a lease."""
@@ -123,7 +127,7 @@ class Generated:
     rollouts: Rollouts | None
     """Rollouts; None if the lease is to be handed back."""
     failed: bool = False
-    """Whether an environment asked the model for nothing."""
+    """Whether its problem may fail on other machines too: an environment asked for nothing, or a logprob is no number."""
 
 
 async def generate(
@@ -172,7 +176,7 @@ async def generate(
     except EngineMismatch as error:
         log.error("the engine failed: %s; handing the lease back", error)
         loaded.version = -1
-        return Generated(None)
+        return Generated(None, failed=isinstance(error, NoNumber))
     finally:
         await cancel_all(*(task for task in (generating, ended, newer) if task is not None))
 
@@ -198,7 +202,7 @@ class _Sampler:
         self.begun()
         completions = await sampling
         if not all(math.isfinite(nats) for completion in completions for nats in completion.logprobs):
-            raise EngineMismatch("a logprob is no finite number")  # a bundle with it would be a strike
+            raise NoNumber("a logprob is no finite number")  # a bundle with it would be a strike
         if begun_on == self.lease.policy_version:
             return completions
         return [each if each.spans else _spanning(each, begun_on) for each in completions]
