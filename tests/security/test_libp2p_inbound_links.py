@@ -89,6 +89,8 @@ class _Socket:
     event_closed: trio.Event = field(default_factory=trio.Event)
     is_linked: bool = False
     is_closed: bool = False
+    reads: bool = True
+    """Whether its other side reads, which the end of a link in order waits for."""
 
     @property
     def stream(self) -> SimpleNamespace:
@@ -97,6 +99,8 @@ class _Socket:
     async def close(self) -> None:
         self.is_closed = True
         self.ready.set()
+        if not self.reads:
+            await trio.sleep_forever()
         self.event_closed.set()
 
 
@@ -166,6 +170,23 @@ def test_a_full_host_ends_the_newest_link_of_the_network_with_most_for_a_network
             assert {link for link in flood if link in world.ended} == {
                 flood[of_each * network - place] for network in range(1, 5) for place in (1, 2)
             }
+            nursery.cancel_scope.cancel()
+
+    on_trio(talk)
+
+
+def test_links_that_read_nothing_leave_their_places_at_once() -> None:
+    """Before, each of them was closed in order, for seconds, and left its place to two newcomers, until the host was full."""
+
+    async def talk() -> None:
+        async with trio.open_nursery() as nursery:
+            world, of_each = _World(nursery), limits.PEER_CONNECTIONS_INBOUND_MAX // 4
+            for network in range(4):
+                for number in range(of_each):
+                    (await world.dial(f"93.184.{network}.{number}", ready=True)).reads = False
+            friends = [await world.dial(f"1.1.{number}.1", ready=True) for number in range(16)]
+            assert len(world.ended) == len(friends)
+            assert not set(friends) & set(world.ended)
             nursery.cancel_scope.cancel()
 
     on_trio(talk)

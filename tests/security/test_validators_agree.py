@@ -256,16 +256,26 @@ def test_two_whose_shares_differ_are_named_once_for_strikes_and_for_evidence() -
         assert agreement.as_row()["differing"][0]["validators"] == ["first", "second"]
 
 
-def test_what_another_class_of_engine_cannot_detect_contradicts_no_validator() -> None:
+@pytest.mark.parametrize("restart", ["none", "class claimed", "class not claimed yet"])
+def test_what_another_class_of_engine_cannot_detect_contradicts_no_validator(restart: str) -> None:
+    """Before, each restart brought false contradictions to a run whose validators have engines of two classes."""
     agreement = Agreement(30.0, ("b", "transformers/bf16/cpu"))
-    strict = opinion("first", convicts=True)
-    assert strict.result.evidence is not None
-    other = strict.result.model_copy(
-        update={"evidence": strict.result.evidence.model_copy(update={"validator": "transformers/bf16/cpu"})}
-    )
+    strict, lenient = opinion("first", convicts=True), opinion("second", convicts=False)
+    assert lenient.result.evidence is not None
+    evidence = lenient.result.evidence.model_copy(update={"validator": "transformers/bf16/cpu"})
+    lenient = replace(lenient, result=lenient.result.model_copy(update={"evidence": evidence}))
+    if restart != "none":
+        agreement.expect(("first", "second"), 0.0)
     agreement.heard("first", 0.0, strict.result)
-    agreement.heard("second", 0.0, other)
-    assert agreement.conclude(strict, "anna", 0.0, 0) is strict
+    if restart != "class not claimed yet":
+        agreement.heard("second", 0.0, lenient.result)
+        assert agreement.conclude(strict, "anna", 0.0, 0) is strict
+        return
+    assert agreement.conclude(strict, "anna", 0.0, 0) is None
+    agreement.heard("second", 0.0, lenient.result)
+    assert agreement.conclude(lenient, "anna", 0.0, 0) is strict
+    assert not agreement.num_contradictions
+    assert not agreement.is_held(strict.result.bundle)
 
 
 async def test_status_names_both_on_the_operator_s_screen() -> None:

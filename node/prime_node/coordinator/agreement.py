@@ -230,6 +230,11 @@ class Agreement:
         held.waited_for.remove(mine.validator)
         if mine.result.verdict.reason is RejectReason.UNVERIFIABLE:
             self._left(mine.validator, now_s)
+        elif not self._is_like(mine.validator, held.opinions[0].validator):  # it was asked before it named its class
+            self._answered(mine.validator)
+            if len(held.opinions) == 1 and not held.waited_for:
+                del self._held[bundle]
+                return held.opinions[0]
         else:
             self._answered(mine.validator)
             held.opinions.append(mine)
@@ -329,7 +334,8 @@ class Agreement:
     def _to_confirm(self, first: str, now_s: float) -> list[str]:
         """Return the validators that a conviction by this one waits for. Start the next interval for one whose retry is due."""
         found = []
-        expected = [one for one in self._expected if one != first and now_s < self._expected_until_s]
+        expected = self._expected if now_s < self._expected_until_s else ()
+        expected = tuple(one for one in expected if one != first and self._is_like(one, first))
         for validator in dict.fromkeys((*self.others(first, now_s), *expected)):
             silence = self._silent.get(validator)
             if silence is None or silence.in_a_row < UNANSWERED_MAX:

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from typing import Any
 
+import trio
 from libp2p.abc import IMuxedConn, INetworkService
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.network.connection.raw_connection import RawConnection
@@ -31,7 +32,7 @@ class InboundLinks:
         self._swarm = swarm
         self._share = max(1, connections_max * limits.PEER_CONNECTIONS_NETWORK_MAX // limits.PEER_CONNECTIONS_MAX)
         self._places = max(1, connections_max * limits.PEER_CONNECTIONS_INBOUND_MAX // limits.PEER_CONNECTIONS_MAX)
-        self._links: dict[IMuxedConn, str] = {}
+        self._links: dict[trio.CancelScope, str] = {}
         """Network of each link, the oldest first, without those in their handshake."""
         self._shaking: dict[RawConnection, str] = {}
         """Network of each handshake in progress, the oldest first."""
@@ -44,28 +45,32 @@ class InboundLinks:
             return
         try:
             link = await self._shake_hands(conn, listening, network)
-            if self._is_full(network) or not await self._find_place(network):
+            if self._is_full(network) or not self._find_place(network):
                 return
-            self._links[link] = network
-            try:
-                await link.event_closed.wait()
-            finally:
-                self._links.pop(link, None)
+            with trio.CancelScope() as served:
+                self._links[served] = network
+                try:
+                    await link.event_closed.wait()
+                finally:
+                    self._links.pop(served, None)
         except Exception as error:  # noqa: BLE001 - the edge of the task: whatever it was, this connection alone ends
             faults.note(log, "an inbound connection", error)
 
     def _is_full(self, network: str) -> bool:
         return sum(one == network for one in self._links.values()) >= self._share
 
-    async def _find_place(self, network: str) -> bool:
-        """Return whether there is a place for one more link, after ending one of the network with most if need be."""
+    def _find_place(self, network: str) -> bool:
+        """Return whether there is a place for one more link, after ending one of the network with most if need be.
+
+        It waits for nothing: a link that is closed in order waits until its other side reads, and newcomers would find its place.
+        """
         if len(self._links) < self._places:
             return True
-        link = to_end(self._links, network)
-        if link is None:
+        served = to_end(self._links, network)
+        if served is None:
             return False
-        del self._links[link]
-        await link.close()
+        del self._links[served]
+        served.cancel()
         return True
 
     async def _shake_hands(self, conn: RawConnection, listening: Multiaddr, network: str) -> IMuxedConn:
