@@ -114,7 +114,8 @@ class Downloads:
         """
         preparing = asyncio.create_task(self.plan.prepare())  # connections are there when the index is
         try:
-            packed = await asyncio.to_thread(self.parts.read, encoding.index)
+            is_here = self.parts.has(encoding.index.digest)  # a turn of a thread takes long on a busy machine
+            packed = await asyncio.to_thread(self.parts.read, encoding.index) if is_here else None
             if packed is None:
                 packed = await self.pool.fetch_blob(encoding.index)
                 await asyncio.to_thread(self.parts.write, encoding.index.digest, packed)
