@@ -23,16 +23,16 @@ from prime_protocol.identity import SigningKey
 
 
 class Counted(WriterLink):
-    """A link that notes the paths of its calls."""
+    """A link that notes the paths of its calls. The writer does not know those in `unknown`."""
 
-    def __init__(self, link: WriterLink) -> None:
-        self._link = link
+    def __init__(self, link: WriterLink, *, unknown: str = "") -> None:
+        self._link, self._unknown = link, unknown
         self.paths: list[str] = []
 
     async def ask(self, call: ForwardedCall) -> ForwardedAnswer:
         """Forward a request."""
         self.paths.append(call.path)
-        return await self._link.ask(call)
+        return await self._link.ask(replace(call, path="nowhere") if call.path == self._unknown else call)
 
     async def keep(self) -> None:
         """Do nothing: the link is kept elsewhere."""
@@ -98,6 +98,23 @@ async def test_many_heartbeats_are_few_calls_and_one_alone_is_answered_soon() ->
         await asyncio.sleep(0)
         leaving.cancel()  # its caller has left: the others are answered
         assert isinstance(await staying, Response)
+
+
+async def test_a_writer_of_an_earlier_release_gets_heartbeats_one_by_one() -> None:
+    """Before, such a writer, after a return to that release, took all workers behind newer gateways for lost."""
+    parts, server = hearing(memory_parts(make_run(), **LISTENS))
+    async with running(parts) as world, linked(server.port, world.run.digest) as plain:
+        await world.join(ANNA)
+        await world.learn_epoch()
+        link = Counted(plain, unknown=BEATS)
+        handle = handler_of(world, link)
+        answers = await asyncio.gather(
+            handle(asked(world, ANNA)), handle(asked(world, ANNA)), handle(asked(world, BEN)), return_exceptions=True
+        )
+        assert [isinstance(answer, Response) for answer in answers] == [True, True, False]
+        assert isinstance(answers[2], RemoteError)
+        assert answers[2].code is ErrorCode.UNKNOWN_WORKER
+        assert link.paths == [BEATS, *["/v1/heartbeat"] * 3]
 
 
 async def test_a_heartbeat_is_a_sign_of_life_through_any_gateway_and_is_refused_again_at_each() -> None:

@@ -198,11 +198,15 @@ def test_no_record_that_a_stranger_left_here_ends_a_search_and_no_answer_fills_i
         key = _encode_key(digest_of(f"{'a' * 64} {'d' * 64}".encode()))
         friend = named(100, "1.1.1.1")
         parts[1].table.provider_store.add_provider(key, friend)
-        for number in range(20):
+        left_here = named(300, "8.8.8.8")
+        for victim in (friend, left_here):
+            lie = PeerInfo(victim.peer_id, [Multiaddr(f"/ip4/66.6.6.{last}/tcp/1") for last in (1, 2)])
+            parts[2].table.provider_store.add_provider(key, lie)
+        for number in range(18):
             lie = named(200 + number, f"93.{number}.0.1")
             seen[str(lie.peer_id)] = [f"93.{number}.0.1"]
             parts[2].table.provider_store.add_provider(key, lie)
-        parts[0].table.provider_store.add_provider(key, named(300, "8.8.8.8"))
+        parts[0].table.provider_store.add_provider(key, left_here)
         parts[0].table.provider_store.add_provider(key, PeerInfo(ours.get_id(), [Multiaddr("/ip4/8.8.4.4/tcp/1")]))
         async with AsyncExitStack() as stack:
             for host, part in zip(hosts, parts, strict=True):
@@ -211,9 +215,11 @@ def test_no_record_that_a_stranger_left_here_ends_a_search_and_no_answer_fills_i
             for other in (honest, liar):
                 await ours.connect(PeerInfo(other.get_id(), other.get_transport_addrs()))
                 assert await parts[0].table.add_peer(other.get_id())
-            found = [hint.peer for hint in await parts[0].providers("d" * 64)]
-            assert str(friend.peer_id) in found[:3]
-            assert len(found) == 1 + libp2p_hints.OF_ONE_ANSWER_MAX + 1
+            found = {hint.peer: hint.addresses for hint in await parts[0].providers("d" * 64)}
+            assert str(friend.peer_id) in list(found)[:3]
+            assert len(found) == 1 + libp2p_hints.OF_ONE_ANSWER_MAX - 2 + 1
+            assert "/ip4/1.1.1.1/tcp/4001" in found[str(friend.peer_id)], "a lie about a peer hides no answer about it"
+            assert found[str(left_here.peer_id)][0] == "/ip4/8.8.8.8/tcp/4001", "what this host has seen comes first"
             for other in (honest, liar):
                 await ours.get_network().close_peer(other.get_id())
 

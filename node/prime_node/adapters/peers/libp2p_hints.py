@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 from libp2p.abc import IHost, INetStream
@@ -47,6 +47,7 @@ STREAMS_NETWORK_MAX = 16
 STREAM_S_MAX = 10.0
 """Seconds after which such a stream is reset: an idle one holds a place. The library opens one for each question."""
 
+_T = TypeVar("_T")
 Proven = Callable[[str, Sequence[Any]], list[Any]]
 """Function from a provider's key id and addresses to those addresses that may be passed on."""
 
@@ -170,7 +171,7 @@ class Hints:
             faults.note(log, f"publishing a hint for {digest[:12]} failed", error)
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
-        """Return peers that claim to provide a digest, unverified: the first of each answer, then the second, and so on."""
+        """Return peers that claim to provide a digest, unverified: peers, and addresses of each, from all answers in turn."""
         key = _encode_key(self._key(digest))
         search = _Search(self._host, self.table.peer_routing)
         try:
@@ -178,11 +179,14 @@ class Hints:
                 await search.find_providers(key, OF_ONE_ANSWER_MAX * limits.PEER_HINTS_MAX)
         except Exception as error:  # noqa: BLE001 - no hint, and nothing else
             faults.note(log, f"finding hints for {digest[:12]} failed", error)
-        answers = [*search.answers, self.table.provider_store.get_providers(key)]
-        found = [info for turn in zip_longest(*answers) for info in turn if info is not None]
-        by_peer = {str(info.peer_id): self._texts(info) for info in found}  # a peer may be named more than once
+        by_peer: dict[str, list[tuple[str, ...]]] = {}
+        for info in _in_turns([self.table.provider_store.get_providers(key), *search.answers]):
+            by_peer.setdefault(str(info.peer_id), []).append(self._texts(info))
         by_peer.pop(str(self._host.get_id()), None)
-        return tuple(PeerAddress(peer, texts) for peer, texts in by_peer.items() if texts)[: limits.PEER_HINTS_MAX]
+        # In turn here too: a liar names others' keys with addresses of its own.
+        hints = {peer: tuple(dict.fromkeys(_in_turns(answers))) for peer, answers in by_peer.items()}
+        most = limits.PEER_HINT_ADDRESSES_MAX
+        return tuple(PeerAddress(peer, texts[:most]) for peer, texts in hints.items() if texts)[: limits.PEER_HINTS_MAX]
 
     def _key(self, digest: str) -> str:
         return digest_of(f"{self._run} {digest}".encode())
@@ -193,4 +197,9 @@ class Hints:
         if self._hosts_of(peer):
             addresses = self._proven(peer, addresses)
         texts = [text for one in addresses if len(text := str(one).split("/p2p/")[0]) <= limits.PEER_ADDRESS_CHARS_MAX]
-        return tuple(self._choose(texts))[: limits.PEER_HINT_ADDRESSES_MAX]
+        return tuple(self._choose(texts))
+
+
+def _in_turns(lists: Sequence[Sequence[_T]]) -> list[_T]:
+    """Return the first of each list, then the second of each, and so on."""
+    return [one for turn in zip_longest(*lists) for one in turn if one is not None]

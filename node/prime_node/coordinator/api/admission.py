@@ -157,7 +157,8 @@ class WorkerAdmission:
         if now_s >= self._said_s + SAY_CROWDED_S:
             self._said_s = now_s
             log.warning(
-                "network %s %s: if you know whose machines they are, add their address to coordinator.trusted_networks",
+                "network %s %s: if you know whose machines they are, add their address to coordinator.trusted_networks, and "
+                "start the coordinator and these workers again",
                 prefix_of(address),
                 what,
             )
