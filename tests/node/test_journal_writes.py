@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import gc
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from tests.node.coordinator_world import make_run
@@ -71,3 +72,24 @@ def test_under_load_handlers_share_a_write_and_one_alone_waits_for_none() -> Non
     assert sum(found) == 11
     assert found[0] == 1
     assert len(found) <= 5
+
+
+async def test_a_restart_collects_no_garbage_while_it_folds_events() -> None:
+    """Before, a collection looked again and again at all that the events had built."""
+    store, was_collecting, seen = MemoryStore(), gc.isenabled(), list[bool]()
+    await store.append([LoggedEvent(1, 1, ev.event_to_json(ev.DrainSet()))])
+
+    class Looking(MemoryStore):
+        async def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
+            seen.append(gc.isenabled())
+            async for event in store.events(after=after):
+                yield event
+
+    gc.enable()
+    try:
+        number, state = await restore_state(Looking(), rules_of(make_run()))
+        assert gc.isenabled()
+    finally:
+        if not was_collecting:
+            gc.disable()
+    assert (number, state.draining, seen) == (1, True, [False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from pydantic import ValidationError
 
 from prime_node.coordinator.state import events as ev
@@ -67,12 +69,12 @@ class StateFollower:
 
     async def _fold_after(self) -> int | None:
         """Fold the events after the last one. Return the number of a missing event."""
-        state = self.state
-        async for number, at_ms, payload in self._store.events(after=self.number):
-            if number != self.number + 1:
-                return self.number + 1
+        state, last = self.state, self.number
+        async for number, at_ms, payload in self._store.events(after=last):
+            if number != last + 1:
+                return last + 1
             tick(state, ev.event_from_json(payload), at_ms)
-            self.number = number
+            self.number = last = number
         return None
 
 
@@ -81,6 +83,11 @@ async def restore_state(store: Store, rules: SchedulerRules) -> tuple[int, State
 
     Raise LocalError if the store belongs to another run or release.
     """
-    follower = StateFollower(store, rules)
-    await follower.catch_up()
+    follower, was_collecting = StateFollower(store, rules), gc.isenabled()
+    gc.disable()  # a million events leave no cycles, and a collection looks at all that they built
+    try:
+        await follower.catch_up()
+    finally:
+        if was_collecting:
+            gc.enable()
     return follower.number, follower.state
