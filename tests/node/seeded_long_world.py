@@ -39,10 +39,13 @@ BOUNDS = {
     ".history._steps[]": 2_000 * 20,
     ".gate.nonces._slices[].seen": 100_000,
     "_assigner._digests": DIGESTS_REMEMBERED,
+    "._journal._uncopied[]": 3 * 2 * SNAPSHOT_EVENTS,
     "events on the disk": 3 * SNAPSHOT_EVENTS,
 }
 """Sizes up to which something may grow, by the end of its path: rows of the page's history, nonces of eight minutes, digests of
-the newest leases, events since the last snapshots."""
+the newest leases, fields of the events that no snapshot covers, events since the last snapshots."""
+JOURNAL_GIB_MAX = 0.01
+"""Bound of the archived journal. It is small, so that a long run reaches it: its list of chapters is then flat."""
 
 
 def bound_of(path: str) -> int:
@@ -127,7 +130,14 @@ def run_long(steps: int, say: Callable[[str], None] = lambda text: None) -> Long
                 f"step {policy_version}: {elements} elements, {rows} rows and files, {resident_mib()} MiB with the disk"
             )
 
-    setting = setting_of(steps, pace=PACE, snapshot_events=SNAPSHOT_EVENTS, tick_seconds=1.0, checkpoints_kept=20)
+    setting = setting_of(
+        steps,
+        pace=PACE,
+        snapshot_events=SNAPSHOT_EVENTS,
+        tick_seconds=1.0,
+        checkpoints_kept=20,
+        journal_gib_max=JOURNAL_GIB_MAX,
+    )
     cluster = Cluster(1, (), lambda text: None, setting, sample)
 
     with hashes_as_signatures(), replaced(daemon, open_coordinator=noted):
