@@ -6,6 +6,7 @@ import asyncio
 import re
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,6 +179,29 @@ def test_own_code_is_confined_as_other_environments_are(code: Path, tmp_path: Pa
     finally:
         end_environments(made)
     assert not (code / "new.py").exists()
+
+
+def test_own_code_is_found_in_a_folder_that_contains_the_runs(code: Path) -> None:
+    """As in the tutorials. Not in /tmp, which the sandbox lets all environments list: the code's folder may not be listed."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        folder = Path(name).resolve()
+        folder.chmod(0o755)
+        (folder / "runs").mkdir()
+        (folder / "sums.jsonl").write_text(ROWS)
+        (folder / "helper.py").write_text("GOOD = 1.0\n")
+        (folder / "mine.py").write_text("from helper import GOOD\ndef score(completion, answer, info): return GOOD\n")
+        (folder / "own").mkdir()
+        (folder / "own" / "inner.py").write_text("def score(completion, answer, info): return 0.5\n")
+        settings = EnvironmentSettings(code_folder=folder, data_folder=folder)
+        specs = pinned(rewarded(), folder)
+        (inner,) = pinned(rewarded("own.inner:score"), folder)
+        specs = (*specs, inner.model_copy(update={"name": "inner"}))
+        made = start_environments(specs, code, hidden=[folder / "runs"], settings=settings)
+        try:
+            assert made["sums"].score(0, "an answer", finished=True) == 1.0
+            assert made["inner"].score(0, "an answer", finished=True) == 0.5
+        finally:
+            end_environments(made)
 
 
 def test_the_other_numbers_of_a_dict_are_further_rewards(code: Path) -> None:

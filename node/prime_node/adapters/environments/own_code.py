@@ -23,6 +23,9 @@ import re
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +75,34 @@ def _files_of(path: str, folder: Path | None) -> list[Path]:
     return found
 
 
+class _OwnModules(MetaPathFinder):
+    """Finds a folder's modules by name: Python's own finder lists the folder, which the sandbox refuses if it contains keys."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Return the spec of a top-level module or package."""
+        if "." in name:
+            return None
+        package = place(self.folder, name)
+        if (start := package / "__init__.py").is_file():
+            return spec_from_file_location(name, start, submodule_search_locations=[str(package)])
+        if (file := package.with_suffix(".py")).is_file():
+            return spec_from_file_location(name, file)
+        if not package.is_dir():
+            return None
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(package)]
+        return spec
+
+
 def load_object(path: str, folder: Path | None) -> Any:
     """Import the object. Raises ValueError that says what is wrong with the code."""
     _files_of(path, folder)
     module_name, _, name = path.partition(":")
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))  # last: it replaces no module of anyone else
+    if not any(isinstance(one, _OwnModules) and one.folder == folder for one in sys.meta_path):
+        sys.meta_path.append(_OwnModules(_given(folder)))  # last: it replaces no module of anyone else
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the code is not ours
