@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 UPDATES_EVERY_S, LISTENER_S = 0.1, 0.01
 """Seconds between two lines to one listener, at least and for each listener. Changes in between share one line."""
-REST_SHARE, REST_S_MAX, CALM_S = 0.05, 1.0, 5.0
+REST_SHARE, REST_S_MAX, CALM_S = 0.02, 1.0, 5.0
 """The same as a share of the seconds for which changes have come, since a new head or a calm of so many seconds; and at most."""
 KEEP_ALIVE_S = 15.0
 """Longest time between two lines, in seconds, so that both sides notice a lost link."""
