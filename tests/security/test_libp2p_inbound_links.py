@@ -80,6 +80,38 @@ def test_idle_sockets_leave_room_for_a_handshake(monkeypatch: pytest.MonkeyPatch
     on_trio(talk)
 
 
+def test_a_host_that_is_full_of_links_and_of_handshakes_dials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, handshakes took the places that are left for links to dial: 448 links and 64 idle sockets shut a host in."""
+    monkeypatch.setattr(limits, "PEER_HANDSHAKES_NETWORK_MAX", 2)
+    monkeypatch.setattr(limits, "PEER_HANDSHAKES_MAX", 2)
+    monkeypatch.setattr(limits, "PEER_CONNECTIONS_NETWORK_MAX", limits.PEER_CONNECTIONS_MAX)
+
+    async def talk() -> None:
+        ours, friend, begun = host_of(1, connections_max=8), host_of(2), list[object]()
+        upgrade = ours.get_network().upgrade_inbound_raw_conn
+
+        async def counted(conn: object, listening: Multiaddr) -> object:
+            begun.append(conn)
+            return await upgrade(conn, listening)
+
+        monkeypatch.setattr(ours.get_network(), "upgrade_inbound_raw_conn", counted)
+        async with ours.run([LISTENING]), friend.run([LISTENING]), contextlib.AsyncExitStack() as stack:
+            for number in range(3, 9):
+                stranger = host_of(number, listen=())
+                await stack.enter_async_context(stranger.run([]))
+                await stranger.connect(PeerInfo(ours.get_id(), ours.get_transport_addrs()))
+            port = int(str(ours.get_transport_addrs()[0]).split("/tcp/")[1].split("/")[0])
+            for _ in range(2):
+                await stack.enter_async_context(await trio.open_tcp_stream("127.0.0.1", port))
+            while len(begun) < 8:
+                await trio.lowlevel.checkpoint()
+            await ours.connect(PeerInfo(friend.get_id(), friend.get_transport_addrs()))
+            for peer in list(ours.get_network().connections):
+                await ours.get_network().close_peer(peer)
+
+    on_trio(talk)
+
+
 @dataclass(eq=False)
 class _Socket:
     """A connection from an address, whose handshake ends when `ready` is set, and whose link when `event_closed` is."""

@@ -170,18 +170,20 @@ class _DialsNobody(AutoConnector):
 
 
 def _resources(connections_max: int) -> ResourceManager:
+    # The library counts a handshake as a link, and its end as another one. ConnectionConfig bounds the links themselves.
+    most = connections_max + 2 * limits.PEER_HANDSHAKES_MAX
     return ResourceManager(
         limits=ResourceLimits(
-            max_connections=connections_max,
+            max_connections=most,
             max_memory_mb=1_024,
             # Streams wait for a place without a timeout. The other sides' alone never fill this, because yamux bounds them.
             max_streams=2 * connections_max * limits.PEER_STREAMS_MAX,
         ),
         connection_limits=ConnectionLimits(
-            max_established_inbound=connections_max,
-            max_established_outbound=connections_max,
+            max_established_inbound=most,
+            max_established_outbound=most,
             max_established_per_peer=limits.PEER_LINKS_MAX,
-            max_established_total=connections_max,
+            max_established_total=most,
         ),
         enable_metrics=False,
         # These refuse peers by the machine's load and after others' failures; our own code decides which peers to refuse.
