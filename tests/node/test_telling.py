@@ -11,7 +11,7 @@ from tests.time_world import VirtualClock, turns, until
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.broadcast.swarm import have_set as have_set_module
-from prime_node.broadcast.swarm.have_set import REST_S_MAX, UPDATES_EVERY_S, HaveBroadcast, HaveSet, HeldEncoding
+from prime_node.broadcast.swarm.have_set import UPDATES_EVERY_S, HaveBroadcast, HaveSet, HeldEncoding, rest_s
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import parse_json
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry
@@ -105,21 +105,8 @@ async def test_a_listener_that_has_everything_gets_a_line_in_time(
         assert runs_of(await asyncio.wait_for(waiting, 20.0), index.digest) == ((0, 1),)
 
 
-def test_lines_are_rarer_with_many_listeners_and_in_a_long_download() -> None:
-    have_set, clock = HaveSet(), VirtualClock()
-    made = HaveBroadcast(have_set, clock)
-    have_set.advance_head(1)
-    assert [made.rest_s(num) for num in (1, 10, 40)] == [UPDATES_EVERY_S, UPDATES_EVERY_S, 4 * UPDATES_EVERY_S]
-    rests = []
-    for _ in range(120):
-        clock.seconds += 0.5
-        rests.append(made.rest_s(1))
-    assert rests == sorted(rests)
-    assert rests[-1] == REST_S_MAX
-    have_set.advance_head(2)  # another download begins
-    assert made.rest_s(1) == UPDATES_EVERY_S
-    clock.seconds += 40.0
-    assert made.rest_s(1) == UPDATES_EVERY_S, "after a calm"
+def test_many_listeners_get_lines_less_often() -> None:
+    assert [rest_s(num) for num in (1, 10, 40)] == [UPDATES_EVERY_S, UPDATES_EVERY_S, 4 * UPDATES_EVERY_S]
 
 
 async def test_a_line_comes_now_and_then_although_nothing_is_new(

@@ -41,8 +41,8 @@ from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.manifest import Encoding, Manifest
 from prime_protocol.pieces import cut_pieces
 
-TICK_S, TICK_SHARE, TICK_S_MAX = 0.1, 0.02, 0.5
-"""Seconds between looks at all sources, to take over a silent one's work: a share of the time that a download has lasted."""
+TICK_S = 0.1
+"""Seconds between looks at all sources, to take over a silent one's work."""
 TREE_S_MAX = 2.0
 """Seconds for which our parents alone are asked where an encoding goes down the tree; then all peers are."""
 
@@ -156,7 +156,6 @@ class Download:
         """Sources that did not rest at the last look at all of them."""
         self._look_s, self._turnover = -math.inf, -1
         """Time of the next such look, and the pool's turnover at the last."""
-        self._began_s = shared.clock.monotonic_s()
         self._heard: dict[str, PieceSet] = {}
         """Pieces that the picker knows of each source."""
         self._freed: dict[str, None] = {}
@@ -197,7 +196,7 @@ class Download:
                 raise self._error
             if self._tasks:
                 try:
-                    async with asyncio.timeout(self._tick_s()):
+                    async with asyncio.timeout(TICK_S):
                         await self._changed.wait()
                 except TimeoutError:
                     self._look_s = -math.inf
@@ -215,9 +214,6 @@ class Download:
                 rounds = 0
         if self._error is not None:  # of the last piece
             raise self._error
-
-    def _tick_s(self) -> float:
-        return max(TICK_S, min(TICK_S_MAX, TICK_SHARE * (self._clock.monotonic_s() - self._began_s)))
 
     def _has_news(self, name: str) -> None:
         """Wake `run` if a peer was added or removed, or announces more and has room for a request."""
@@ -252,7 +248,7 @@ class Download:
 
     def _look(self, now_s: float) -> None:
         """Find the sources that do not rest, and all that they have."""
-        self._look_s, self._turnover = now_s + self._tick_s(), self._pool.turnover
+        self._look_s, self._turnover = now_s + TICK_S, self._pool.turnover
         only = self._parents if now_s < self._tree_until_s else None
         self._ready = {named.name: named for named in self._pool.ready() if only is None or named.name in only}
         known = set(self._picker.sources)

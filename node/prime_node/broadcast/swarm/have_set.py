@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +33,6 @@ log = logging.getLogger(__name__)
 
 UPDATES_EVERY_S, LISTENER_S = 0.1, 0.01
 """Seconds between two lines to one listener, at least and for each listener. Changes in between share one line."""
-REST_SHARE, REST_S_MAX, CALM_S = 0.02, 1.0, 5.0
-"""The same as a share of the seconds for which changes have come, since a new head or a calm of so many seconds; and at most."""
 KEEP_ALIVE_S = 15.0
 """Longest time between two lines, in seconds, so that both sides notice a lost link."""
 LINES_MAX = 16
@@ -225,20 +222,6 @@ class HaveBroadcast:
     _lines: dict[tuple[int, int, int], bytes] = field(default_factory=dict)
     """Lines by the cursor asked from, and the line's own cursor and head."""
     _is_closing: bool = False
-    _began_s = _seen_s = -math.inf
-    _head = -1
-
-    def rest_s(self, num_listeners: int) -> float:
-        """Return the seconds from a line to the next one, to each of so many listeners.
-
-        A line costs the same whatever shares it. A long download has large sets of pieces to choose from, so it can wait.
-        """
-        now_s = self.clock.monotonic_s()
-        if now_s - self._seen_s > CALM_S or self._head != self.have_set.head:
-            self._began_s, self._head = now_s, self.have_set.head
-        self._seen_s = now_s
-        lasted_s = now_s - self._began_s
-        return max(UPDATES_EVERY_S, LISTENER_S * num_listeners, min(REST_S_MAX, REST_SHARE * lasted_s))
 
     def close(self) -> None:
         """End all listeners' streams."""
@@ -282,7 +265,7 @@ class HaveBroadcast:
                 self._wake()
             except Exception:  # nothing awaits this task, and every listener depends on it
                 log.exception("the have-set could not be sent to the peers that listen")
-            await self.clock.sleep(self.rest_s(self._num_listeners))
+            await self.clock.sleep(rest_s(self._num_listeners))
 
     def _wake(self) -> None:
         self._beats += 1
@@ -307,6 +290,11 @@ def _entries(name: str, pieces: PieceSet) -> list[tuple[str, PieceSet]]:
         return [(name, pieces)]
     ranges = runs(pieces)
     return [(name, spans(ranges[first : first + each])) for first in range(0, len(ranges), each)]
+
+
+def rest_s(num_listeners: int) -> float:
+    """Return the seconds between two lines to each of so many listeners."""
+    return max(UPDATES_EVERY_S, LISTENER_S * num_listeners)
 
 
 def encode_update(updates: HaveChange) -> bytes:
