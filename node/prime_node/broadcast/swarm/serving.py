@@ -21,7 +21,14 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prime_node.broadcast.swarm.have_set import KEEP_ALIVE_S, HaveBroadcast, HaveChange, HaveSet, encode_update
+from prime_node.broadcast.swarm.have_set import (
+    KEEP_ALIVE_S,
+    HaveBroadcast,
+    HaveChange,
+    HaveSet,
+    encode_update,
+    rest_s,
+)
 from prime_node.broadcast.swarm.part_store import PartStore
 from prime_node.broadcast.swarm.piece_sets import PieceSet
 from prime_node.broadcast.swarm.uplink import PACE_BYTES, Uplink
@@ -286,7 +293,7 @@ class PeerService:
 
     async def fresh(self, member: str, cursor: int, head: int) -> HaveChange:
         """Wait, KEEP_ALIVE_S at most, until the listener lacks a piece or the head; then return all changes."""
-        await self.clock.sleep(self._broadcasting.rest_s(len(self.listeners)))
+        await self.clock.sleep(rest_s(len(self.listeners)))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KEEP_ALIVE_S):
                 while not self._is_closing:
