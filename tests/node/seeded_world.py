@@ -348,7 +348,10 @@ class Cluster:
         assert max(self.trained.values(), default=1) == 1, "a slot was trained twice"
         assigner = Assigner(self.setting.run, secret=self.setting.parts.secret, environments={}, tokenizer=None)
         folded = await JournalReplay(self.disk.store, self.setting.run, assigner, None, self.disk.published).fold()
-        assert (folded.first, folded.ledger.digest, folded.notes) == (1, chain.digest, [])
+        assert (folded.ledger.digest, folded.notes) == (chain.digest, [])
+        archived = sum(chapter.num_bytes for chapter in await self.disk.store.chapters())
+        is_full = archived > 2**29 * self.setting.parts.config.journal_gib_max  # half of its bound
+        assert folded.first == 1 or is_full, "the journal's beginning is lost"
 
 
 def simulate(seed: int, only: Collection[int] | None = None, say: Callable[[str], None] = lambda text: None) -> Cluster:
