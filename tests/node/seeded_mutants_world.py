@@ -67,14 +67,14 @@ MUTANTS = (
         CLIENT,
         "LinkClient._link",
         (("for answer in self._waiting.values():", "self._numbers = itertools.count(1)\n        for answer in ():"),),
-        3,
+        11,
     ),
     Mutant(
         "requests that wait when a link ends are never answered",
         CLIENT,
         "LinkClient._link",
         (("for answer in self._waiting.values():", "for answer in ():"),),
-        3,
+        11,
     ),
     Mutant(
         "refusals do not arrive",
@@ -90,10 +90,7 @@ MUTANTS = (
         "a nonce is spent again through another gateway",
         GATE,
         "RequestGate._accept",
-        (
-            ("self.nonces.require_new(signer, stamped.nonce)", "pass"),
-            ("sender, stamped.nonce, state", "sender, stamped.nonce + str(now_s), state"),
-        ),
+        (("self.nonces.require_new(signer, stamped.nonce)", "hash((stamped.nonce, now_s))"),),
         7,
     ),
     Mutant(

@@ -36,8 +36,7 @@ class PickerRules:
     """Requests open at one source, or more while they have fewer than `in_flight_bytes` together."""
     in_flight_bytes: int = 2**21
     first_bytes: int = 2**19
-    """Bytes asked of new sources, all together. At least one piece is asked of each, and two if four times as many bytes
-    suffice: they come over two connections, of which each is slow at first."""
+    """Bytes asked of new sources, all together. At least one piece is asked of each."""
     window_gain: float = 2.0
     """Bytes in flight at most, as a multiple of a source's rate times its shortest answer, if it is the only source.
 
@@ -275,8 +274,7 @@ class Picker:
             return 1
         rules = self._rules
         if source.rate_bytes_s is None:
-            num_first = rules.first_bytes / num_sources / max(self._piece_bytes, PIECE_BYTES_MIN)
-            return max(1, int(num_first), min(2, int(4 * num_first)))
+            return max(1, int(rules.first_bytes / num_sources / max(self._piece_bytes, PIECE_BYTES_MIN)))
         if self._piece_bytes / source.rate_bytes_s > rules.slow_piece_s:
             return 1
         gain = 1 + (rules.window_gain - 1) / num_sources
