@@ -25,9 +25,9 @@ from prime_protocol.rollout import FinishReason
 from prime_protocol.weights import Weights
 
 
-@dataclass(frozen=True)
+@dataclass
 class LearningLoop:
-    """The parts that the runs of a comparison share: each run gets the same problems and the same noise."""
+    """The parts that the runs of a comparison share: each begins with the same weights, and gets the same problems and noise."""
 
     engine: Engine
     tokenizer: HfTokenizer
@@ -39,6 +39,8 @@ class LearningLoop:
     """Groups of a step."""
     rollouts: int
     """Rollouts of a group."""
+    first: dict[str, float] | None = None
+    """Evaluation of the weights that all runs begin with."""
 
     async def run(
         self, backend: TorchBackend, recipe: Recipe, *, steps: int, async_level: int, evaluations: int
@@ -52,7 +54,8 @@ class LearningLoop:
             backend.keep_policy(KeptPolicy.REFERENCE)
         policies: deque[Weights] = deque([backend.snapshot()], maxlen=async_level + 1)
         began = time.perf_counter()
-        marks = [await self.evaluate(policies[-1], 0)]
+        self.first = self.first or await self.evaluate(policies[-1], 0)
+        marks = [self.first]
         found: dict[str, list[float]] = {"reward": [], "log_ratio_abs": [], "grad_norm": []}
         diverged = False
         for step in range(steps):

@@ -39,3 +39,7 @@ def test_the_addresses_of_one_ipv6_host_share_a_bucket() -> None:
         limiter.by_address.require("2001:db8:1:2:ffff::1", 0.0)
     limiter.by_address.require("2001:db8:1:3::1", 0.0)
     limiter.by_address.require("8.8.8.8", 0.0)
+    for number in range(50):
+        limiter.by_address.spend(f"2001:db8:1:3::{number:x}", 0.0)
+    with pytest.raises(RemoteError, match="slow down"):
+        limiter.by_address.spend("2001:db8:1:3:ffff::1", 0.0)

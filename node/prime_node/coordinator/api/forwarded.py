@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -27,9 +27,8 @@ from prime_protocol.requests import HeartbeatRequest
 
 _NAMES, _NUMBER = re.compile(r"\{(\w+)\}"), re.compile(r"[0-9]{1,15}")
 """Names of the parameters in a path, and a number of bytes."""
-_Kind = Literal["STRANGERS", "HEARTBEATS", "NEW_WORK", "FINISHED_WORK", "ALWAYS"]
-_COUNTS = TypeAdapter(dict[_Kind, Annotated[int, Field(strict=True, ge=0, le=limits.COUNT_MAX)]])
-"""What a gateway has refused, by importance."""
+_COUNTS = TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=0, le=limits.COUNT_MAX)]])
+"""What a gateway has refused, by the name of its importance."""
 BEATS_MAX = 64
 """Heartbeats in one call."""
 _Short = Annotated[str, StringConstraints(max_length=256)]
@@ -131,6 +130,8 @@ class ForwardedCalls:
             counted = _COUNTS.validate_json(call.body)
         except ValueError:
             raise _malformed() from None
+        if not counted.keys() <= Importance.__members__.keys():
+            raise _malformed()
         for name, count in counted.items():
             self._bounds.refused(Importance[name], count)
         return ForwardedAnswer(Response(status=204))

@@ -58,13 +58,11 @@ class Buckets:
 class AddressBuckets(Buckets):
     """Token buckets by IP address; all addresses of an IPv6 /64, which one host may have, share a bucket."""
 
-    def charge(self, name: str, now_s: float) -> None:
-        """Take a token; the level does not fall below zero."""
-        super().charge(_host_of(name), now_s)
+    def _take(self, name: str, level: float, now_s: float) -> None:
+        super()._take(_host_of(name), level, now_s)
 
-    def require(self, name: str, now_s: float) -> float:
-        """Return the tokens. Raise RemoteError(TOO_MANY_REQUESTS) if none is left."""
-        return super().require(_host_of(name), now_s)
+    def _level(self, name: str, now_s: float) -> float:
+        return super()._level(_host_of(name), now_s)
 
 
 @lru_cache(4_096)
