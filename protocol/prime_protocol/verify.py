@@ -88,6 +88,15 @@ class Prefill:
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: array for name, array in named.items() if array is not None}
 
+    def non_finite(self) -> list[str]:
+        """Return the names of the arrays that hold a value that is not finite: the machine computes wrongly."""
+        exponent = np.uint16(0x7F80)  # of bf16
+        return [
+            name
+            for name, array in self.arrays().items()
+            if not ((array & exponent) != exponent if name == "hidden_TD" else np.isfinite(array)).all()
+        ]
+
     def split(self, lengths: Sequence[int]) -> list[Prefill]:
         """Split into the results of bundles with these numbers of tokens, which sum to T."""
         ends = np.cumsum(lengths)

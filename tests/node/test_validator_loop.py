@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tests.node.table_engine import table_weights
 from tests.node.validator_world import (
@@ -21,7 +22,7 @@ from tests.node.validator_world import (
 )
 
 from prime_node.patience import causes_of
-from prime_node.ports.engine import EngineDied, EngineMismatch, ScoreRequest
+from prime_node.ports.engine import EngineDied, EngineMismatch, ScoreRequest, require_finite
 from prime_node.ports.environment import Environment
 from prime_node.ports.transport import Unreachable
 from prime_node.validator.config import ValidatorConfig
@@ -293,3 +294,49 @@ async def test_a_bundle_during_which_the_scorer_dies_is_left_to_others_and_the_v
     assert result.verdict.accepted
     assert scorer.loaded == [0, 0], "a load starts its processes again"
     assert not validator.deadlines_ms, "the coordinator is no longer told that the bundle is here"
+
+
+class FaultyScorer(TableScorer):
+    """Scorer whose first forward passes hold a value that is not finite, as with faulty memory."""
+
+    def __init__(self, name: str, value: float, faults: int) -> None:
+        super().__init__()
+        self._name, self._value, self._faults = name, value, faults
+
+    async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
+        found = await super().prefill(requests, sampling)
+        if self._faults:
+            self._faults -= 1
+            found.arrays()[self._name][3] = self._value
+        return found
+
+
+@pytest.mark.parametrize("name", ["logprobs_T", "margins_T"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+async def test_a_validator_whose_own_numbers_are_not_finite_blames_no_worker(name: str, value: float) -> None:
+    stop = asyncio.Event()
+    queue = await make_queue(stop, [0, 0])
+    validator = make_validator(queue, FaultyScorer(name, value, 99))
+    with pytest.raises(ExceptionGroup) as raised:
+        await run_validator(validator, stop)
+    (fault,) = causes_of(raised.value)
+    assert isinstance(fault, LocalError)
+    assert "test the machine's memory" in str(fault)
+    assert queue.results == {}
+
+
+async def test_a_passing_fault_of_the_scorer_costs_a_second_forward_pass() -> None:
+    stop, scorer = asyncio.Event(), FaultyScorer("logprobs_T", np.nan, 1)
+    queue = await make_queue(stop, [0])
+    await run_validator(make_validator(queue, scorer), stop)
+    assert [result.verdict.accepted for result in queue.results.values()] == [True]
+    assert scorer.loaded == [0, 0], "the policy is loaded again before the second pass"
+
+
+async def test_hidden_states_that_are_not_finite_are_the_machine_s_fault() -> None:
+    bits = np.array([[0x3F80, 0x7F7F], [0x3F80, 0x0000]], np.uint16)
+    sound = Prefill(np.zeros(2, np.float32), np.zeros(2, np.float32), hidden_TD=bits)
+    assert require_finite(sound) is sound
+    for faulty in (0x7F80, 0xFF80, 0x7FC0):
+        with pytest.raises(EngineMismatch, match="hidden_TD"):
+            require_finite(replace(sound, hidden_TD=np.where(bits == 0x7F7F, np.uint16(faulty), bits)))

@@ -203,8 +203,12 @@ def _require_small(parcel: bytes, bytes_max: int, what: str) -> None:
 
 
 async def _judged_again(bundle: OpenedBundle, dossier: DossierFile, model: Path, judge_class: str) -> str:
-    """Repeat the forward pass. Raises RemoteError if it does not confirm the rejection."""
+    """Repeat the forward pass.
+
+    Raises RemoteError if it does not confirm the rejection, LocalError if this machine computes it wrongly.
+    """
     from prime_node.cli import wire, wire_scorers
+    from prime_node.ports.engine import EngineMismatch, require_finite
     from prime_node.validator.judge import evidence_in, score_requests
     from prime_node.validator.spans import policies_of
     from prime_protocol.verify import statistics, summary, verdict_on
@@ -218,9 +222,12 @@ async def _judged_again(bundle: OpenedBundle, dossier: DossierFile, model: Path,
     scorer = wire_scorers.plain_scorer(kind, model, threads=1, context_tokens_max=context)
     try:
         await scorer.load(wire.plain_weights(model, random_seed=None), policy_version=bundle.lease.policy_version)
-        found = statistics(bundle.rollouts, await scorer.prefill(score_requests(bundle), bundle.lease.sampling))
+        prefill = require_finite(await scorer.prefill(score_requests(bundle), bundle.lease.sampling))
+    except EngineMismatch as error:
+        raise LocalError(f"this machine cannot repeat the forward pass: {error}") from None
     finally:
         await scorer.close()
+    found = statistics(bundle.rollouts, prefill)
     version = decided.evidence.calibration if decided.evidence else 0
     weighed = evidence_in(bundle, found, dossier.run, judged_by=judge_class, calibration=version)
     if dossier.statement.kind is BanKind.STATISTICAL and decided.evidence is not None:

@@ -175,3 +175,10 @@ class EngineMismatch(Exception):
 
 class EngineDied(EngineMismatch):
     """The engine's processes ended. The next `load` starts new ones."""
+
+
+def require_finite(prefill: Prefill) -> Prefill:
+    """Return a forward pass. Raises EngineMismatch if a value of it is not finite."""
+    if wrong := prefill.non_finite():
+        raise EngineMismatch(f"this machine's own {', '.join(wrong)} of a forward pass are not all finite numbers")
+    return prefill

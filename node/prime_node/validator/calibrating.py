@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_node.ports.engine import Engine, GenerateRequest, Scorer, ScoreRequest
+from prime_node.ports.engine import Engine, GenerateRequest, Scorer, ScoreRequest, require_finite
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of
 from prime_protocol.evidence import Moments, calibrate_statistics
@@ -197,7 +197,7 @@ async def measure_pair(scorer: Scorer, leases: Sequence[Lease], sampled: Sequenc
     errors = Errors()
     for lease, rollouts in zip(leases, sampled, strict=True):
         requests = _score_requests(lease, rollouts)
-        found = dict(statistics(rollouts, await scorer.prefill(requests, lease.sampling)))
+        found = dict(statistics(rollouts, require_finite(await scorer.prefill(requests, lease.sampling))))
         # A stop margin is never above its token's margin, whose moments cover it. Stop tokens are rare, or there are none
         # here: as a bound of its own it would ban workers for the smallest stop margin.
         found.pop("stop", None)
@@ -220,7 +220,7 @@ async def raised_choices(scorer: Scorer, leases: Sequence[Lease], sampled: Seque
     raised = Errors()
     for lease, rollouts in zip(leases, sampled, strict=True):
         requests = [replace(request, seed=None, hidden=False) for request in _score_requests(lease, rollouts)]
-        prefill = await scorer.prefill(requests, lease.sampling)
+        prefill = require_finite(await scorer.prefill(requests, lease.sampling))
         found = statistics(rollouts, prefill)
         apart_T = np.abs(np.expm1(prefill.logprobs_T.astype(np.float64) - rollouts.logprobs_T))
         ratios = {name: np.exp(np.minimum(found[name].astype(np.float64), RATIO_CAP)) for name in LIKELIHOOD_RATIOS}

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_node.envs.episodes import CutShort, WrongContext
-from prime_node.ports.engine import Scorer, ScoreRequest
+from prime_node.ports.engine import Scorer, ScoreRequest, require_finite
 from prime_node.ports.environment import Environment, Tokenizer, graded_together
 from prime_node.training_data.staleness import versions_of
 from prime_node.validator.prompts import lease_fault
@@ -138,7 +138,7 @@ async def prove_bundle(
 ) -> Judgement:
     """Run checks (4) and (5). An accepted bundle has no rewards yet.
 
-    Raises EngineMismatch if a policy cannot be loaded.
+    Raises EngineMismatch if a policy cannot be loaded, or the forward pass is not finite.
     """
     if policies is None:
         (judgement,) = await prove_bundles([bundle], scorer, run=run)
@@ -150,7 +150,10 @@ async def prove_bundle(
 
 
 async def prove_bundles(bundles: Sequence[OpenedBundle], scorer: Scorer, *, run: PinnedRun) -> list[Judgement]:
-    """Run checks (4) and (5) on bundles of one policy and one BatchKey by one call of the scorer."""
+    """Run checks (4) and (5) on bundles of one policy and one BatchKey by one call of the scorer.
+
+    Raises EngineMismatch if the forward pass is not finite.
+    """
     requests = [score_requests(bundle) for bundle in bundles]
     whole = await scorer.prefill([one for each in requests for one in each], bundles[0].lease.sampling)
     judged_by = scorer.info.calibration_class
@@ -162,8 +165,11 @@ async def prove_bundles(bundles: Sequence[OpenedBundle], scorer: Scorer, *, run:
 
 
 def judgement_of(bundle: OpenedBundle, prefill: Prefill, *, run: PinnedRun, judged_by: str) -> Judgement:
-    """Return the result of (4) and (5), given the forward pass by a validator of class `judged_by`."""
-    found = statistics(bundle.rollouts, prefill)  # (4)
+    """Return the result of (4) and (5), given the forward pass by a validator of class `judged_by`.
+
+    Raises EngineMismatch if that pass is not finite.
+    """
+    found = statistics(bundle.rollouts, require_finite(prefill))  # (4)
     evidence = evidence_in(bundle, found, run, judged_by=judged_by)
     measured = summary(found)
     return Judgement(
