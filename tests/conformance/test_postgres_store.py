@@ -151,17 +151,19 @@ async def test_every_connection_of_the_coordinator_commits_durably(postgres: Pos
         postgres.execute(f"ALTER ROLE {USER} RESET ALL")
 
 
-async def test_a_write_that_the_server_does_not_answer_ends_with_a_clear_error(
+async def test_a_query_that_the_server_does_not_answer_ends_with_a_clear_error(
     postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = postgres.make_database()
     store = await open_postgres(url, run=RUN)
-    monkeypatch.setattr(postgres_store, "WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(postgres_store, "ANSWER_SECONDS", 0.5)
     other = await asyncpg.connect(url)
     async with other.transaction():
         await other.execute("LOCK TABLE events")
-        with pytest.raises(LocalError, match=r"no answer to a write in .* s") as found:
+        with pytest.raises(LocalError, match=r"no answer in .* s") as found:
             await store.append([event(1)])
+        with pytest.raises(TransientFault, match=r"no answer in .* s"):  # as a standby reads
+            await events(store)
     assert not isinstance(found.value, StoreConflict)
     await other.close()
     await store.close()

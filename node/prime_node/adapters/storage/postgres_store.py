@@ -40,8 +40,8 @@ LOCK = 0x7072696D65  # "prime"
 KEEPALIVE_SECONDS = 10
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 10.0
-WRITE_SECONDS = 60.0
-"""Time for one write. The coordinator ends after it, for nothing that peers send is durable."""
+ANSWER_SECONDS = 60.0
+"""Time for one write or one page of rows. The coordinator ends after it, for nothing that peers send is durable."""
 PORT_MAX = 65_535
 READERS_MAX = 4
 FENCED = "PR001"
@@ -49,7 +49,7 @@ FENCED = "PR001"
 SESSION = {
     "application_name": "prime-node coordinator",
     "idle_in_transaction_session_timeout": "30s",  # a leader that is stopped within one would keep all others from taking over
-    "statement_timeout": "0",  # WRITE_SECONDS bounds a write, whatever the server's default
+    "statement_timeout": "0",  # ANSWER_SECONDS bounds each, whatever the server's default
     "tcp_keepalives_idle": str(KEEPALIVE_SECONDS // 2),
     "tcp_keepalives_interval": "1",
     "tcp_keepalives_count": str(KEEPALIVE_SECONDS // 2),
@@ -132,7 +132,7 @@ class PostgresDatabase:
 
     async def fetch(self, query: str, *values: Any) -> Sequence[Row]:
         """Return the rows of a query."""
-        rows: Sequence[Row] = await _asked(self._pool.fetch(query, *values), self.place)
+        rows: Sequence[Row] = await _asked(_in_time(self._pool.fetch(query, *values)), self.place)
         return rows
 
     async def append(self, batch: Batch) -> None:
@@ -248,13 +248,13 @@ def _is_place(text: str) -> bool:
     return found is not None and int(found[1] or 0) <= PORT_MAX
 
 
-async def _in_time(write: Awaitable[_T]) -> _T:
-    """Return what a write returns. Raises TimeoutError after WRITE_SECONDS, also if the write does not end when cancelled."""
-    task = asyncio.ensure_future(write)
+async def _in_time(query: Awaitable[_T]) -> _T:
+    """Return what a query returns. Raises TimeoutError after ANSWER_SECONDS, also if it does not end when cancelled."""
+    task = asyncio.ensure_future(query)
     try:
-        done, _ = await asyncio.wait({task}, timeout=WRITE_SECONDS)
+        done, _ = await asyncio.wait({task}, timeout=ANSWER_SECONDS)
         if not done:
-            raise TimeoutError(f"no answer to a write in {WRITE_SECONDS:.0f} s")
+            raise TimeoutError(f"no answer in {ANSWER_SECONDS:.0f} s")
         return task.result()
     finally:
         task.cancel()
