@@ -321,7 +321,8 @@ def install_release(arguments: argparse.Namespace, source: str, release: dict[st
     point_to(command, target)
     kept = f" ({used} is kept)" if used else ""
     if str(command.parent) not in os.environ.get("PATH", "").split(os.pathsep):
-        kept += f"\n{command.parent} is not in PATH: add it there, or call the command by this name"
+        kept += f"\n{command.parent} is not in PATH. Here, and in the file that your shell reads at its start:"
+        kept += f'\n  export PATH="{command.parent}:$PATH"'
     return f"prime-node {version} is installed for {', '.join(roles)}: {command}{kept}"
 
 

@@ -126,6 +126,9 @@ def test_an_upgrade_keeps_the_old_version_until_the_new_one_has_started(
         return subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.strip()
 
     assert version() == "0.1.0"
+    found = f"{first.stdout.splitlines()[-1]} && command -v prime-node"  # as a reader copies the last line
+    ran = subprocess.run(["sh", "-c", found], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    assert ran.stdout.strip() == str(program), first.stdout
     again = run_installer(one, home)
     assert again.stdout == "prime-node 0.1.0 is installed already\n"
     both = run_installer(one, home, "--role", "operator")

@@ -262,7 +262,7 @@ async def verify_checkpoint(
 
     `target` is a join link, a URL, a run directory or a published folder. The options are those of `prime-node verify`,
     whose help explains them. `on_check` gets each check as it ends, `on_progress` the stage, and its bytes done and in all.
-    `on_notice` gets a line before the codec's kernels are compiled: 10 to 20 s, once per installation.
+    `on_notice` gets a line before the codec's kernels are compiled: 10 to 60 s, once per installation.
 
     Raises LocalError if this machine is at fault (no such folder, a full disk, less memory than a policy needs),
     OptionConflict for options that exclude each other, NoSuchTensor if the policy has no tensor of that name.

@@ -90,7 +90,7 @@ def compile_once(say: Say) -> bool:
             for path in (done, *_compiled(folder, place[1])):
                 with suppress(OSError):  # the file belongs to another user
                     path.unlink()
-        say("compiling the codec's kernels, once per installation (10 to 20 s)")
+        say("compiling the codec's kernels, once per installation (10 to 60 s)")
         began_s = time.monotonic()
         with _compiling(ready_decoder) as decoder, _compiling(ready_encoder) as encoder:
             codes = [_code(decoder, began_s), _code(encoder, began_s)]
