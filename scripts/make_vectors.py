@@ -2,9 +2,9 @@
 
     python scripts/make_vectors.py tests/vectors/v1.1
 
-`tests/vectors/v1` is frozen: a test compares its digest. A change of the wire within protocol version 1 adds a folder `v1.1`,
-`v1.2` and so on, which keeps only the files that differ from those of the folder before, and those that they name. All keys
-and times are fixed, so two runs of one version of this script differ at most in how zstd compresses.
+`tests/vectors/v1` is frozen: a test compares its digest. The first addition to protocol version 1 adds a folder `v1.1`, the
+next one `v1.2`. Keep in it only the lists that differ from those of the folders before, and the files that they name. All
+keys and times are fixed, so two runs of one version of this script differ at most in how zstd compresses.
 
 A folder holds one JSON list per kind, and binary inputs. A case has a `name`, an `input` (a file in the folder, or
 `hex`, or `text`), the kind's own parameters, and either `expect` or the `error` code. tests/protocol/vector_kinds.py shows
