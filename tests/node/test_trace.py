@@ -116,6 +116,15 @@ def test_the_picture_shows_the_lanes(run_dir: RunDir, tmp_path: Path) -> None:
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_without_a_step_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from prime_node.cli.plot_timeline import save_timeline_png
+
+    lanes = (TRAINER, "anna")
+    save_timeline_png(Timeline(lanes, (Activity("anna", "lease", 1.0, 3.0),)), tmp_path / "trace.png", title="run")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_worker_whose_name_looks_like_a_formula_stops_no_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from prime_node.cli.plot_timeline import save_timeline_png

@@ -80,6 +80,13 @@ JUNK = (
     b"[run]\nname = 5\n",
 )
 
+ROWS = (
+    '{"publish_seconds": "x"}',
+    '{"publish_seconds": 1, "policy_version": "x", "time": 9}',
+    '{"publish_seconds": 1, "policy_version": 1.5, "time": 9}',
+    *(f'{{"publish_seconds": 1, "policy_version": 1, "time": {time}}}' for time in ("1e999", "NaN", "-9", "9" * 400)),
+)
+
 
 def test_no_content_of_a_folder_of_others_gives_a_traceback(tmp_path: Path) -> None:
     """Before, six commands failed at a join link that is none, and `evidence verify` at a step of infinite number."""
@@ -102,9 +109,10 @@ def test_no_content_of_a_folder_of_others_gives_a_traceback(tmp_path: Path) -> N
         (run.path / name).write_bytes(b"[" * 100_000 + b"\n")
     with pytest.raises(LocalError, match="no timeline"):
         read_timeline(run)
-    run.trainer_metrics.write_text('{"publish_seconds": "x"}\n')
-    with pytest.raises(LocalError, match="has another form"):
-        read_timeline(run)
+    for row in ROWS:
+        run.trainer_metrics.write_text(row + "\n")
+        with pytest.raises(LocalError, match="has another form"):
+            read_timeline(run)
     (run.path / FINDING).write_text('{"steps": [{"step": 1e999}]}')
     with pytest.raises(LocalError, match="no readable"):
         repeat_finding(run.path, None, as_json=True)

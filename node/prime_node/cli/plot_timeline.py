@@ -18,8 +18,8 @@ def save_timeline_png(timeline: Timeline, path: Path, *, title: str) -> None:
     from matplotlib.figure import Figure
 
     lanes = timeline.lanes
-    begin_s = min(each.begin_s for each in timeline.activities if each.lane == TRAINER)
-    end_s = max(each.end_s for each in timeline.activities if each.lane == TRAINER)
+    shown = [each for each in timeline.activities if each.lane == TRAINER] or timeline.activities
+    begin_s, end_s = min(each.begin_s for each in shown), max(each.end_s for each in shown)
     figure = Figure(figsize=(10, 0.5 * len(lanes) + 1.3), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -18,6 +18,7 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.observe import read_json_lines
 from prime_node.worker.status import read_status
 from prime_protocol.errors import LocalError
+from prime_protocol.limits import COUNT_MAX
 
 TRAINER, PUBLISHER, BROADCAST, CHECKS = "trainer", "publisher", "broadcast", "checks"
 
@@ -34,6 +35,13 @@ class Activity:
     step: int = -1
     policy_version: int = -1
     details: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers of a damaged row that cannot be drawn."""
+        numbers = (self.step, self.policy_version)
+        is_whole = all(isinstance(one, int) and abs(one) <= COUNT_MAX for one in numbers)
+        if not (is_whole and 0 <= self.begin_s <= self.end_s <= COUNT_MAX):  # false for NaN
+            raise ValueError(self)
 
     @property
     def title(self) -> str:
@@ -74,7 +82,7 @@ def read_timeline(run_dir: RunDir) -> Timeline:
         ]
         for key, rows in own.items():
             activities += [_activity(names[key], str(row["kind"]), row) for row in rows]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise LocalError(f"{run_dir.path}: a row of its timeline has another form ({error!r:.100})") from None
     if not activities:
         raise LocalError(f"{run_dir.path} has no timeline yet: start the run, or look for coordinator/timeline.jsonl")
