@@ -306,21 +306,25 @@ def run_status(target: str) -> tuple[RunStatus, dict[str, Any]]:
         return _asked(run_dir.join_link().url, run.digest)
     except LocalError as error:
         if (stored := _stored(run_dir, run)) is not None:
-            return RunStatus.model_validate(stored), stored
+            return _parsed(stored, run_dir.path), stored
         raise LocalError(f"{error} `prime-node coordinator {shlex.quote(target)}` starts it here") from None
 
 
 def _asked(url: str, pinned: str | None) -> tuple[RunStatus, dict[str, Any]]:
     raw = asyncio.run(_read(url, "/v1/status"))
-    try:
-        parsed = RunStatus.model_validate(raw)
-    except ValidationError as error:
-        where = printable(".".join(map(str, error.errors(include_url=False)[0]["loc"])))
-        raise LocalError(f"the status from {url} is invalid at {where}: is it the address of a coordinator?") from None
+    parsed = _parsed(raw, url)
     if pinned is not None and parsed.run != pinned:
         served = printable(parsed.run[:16])
         raise LocalError(f"{url} serves another run than the link names: {served}..., not {pinned[:16]}...")
     return parsed, raw
+
+
+def _parsed(raw: Mapping[str, Any], place: object) -> RunStatus:
+    try:
+        return RunStatus.model_validate(raw)
+    except ValidationError as error:
+        where = printable(".".join(map(str, error.errors(include_url=False)[0]["loc"])))
+        raise LocalError(f"the status from {place} is invalid at {where}: is it that of a coordinator?") from None
 
 
 def _stored(run_dir: RunDir, run: PinnedRun) -> dict[str, Any] | None:

@@ -9,14 +9,17 @@ from prime_node.ports.store import Store
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
+from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.ledger import LedgerChain, LedgerEntry, LedgerHead
 from prime_protocol.seed_chain import OpenSecret
 
 
 async def load_chain(store: Store, run: str) -> LedgerChain:
-    """Return the length and last digest of the stored ledger."""
+    """Return the length and last digest of the stored ledger. Raises LocalError."""
     length = await store.ledger_length()
+    if length > limits.COUNT_MAX:
+        raise LocalError(f"the store has a ledger of {length} lines, which no coordinator writes: put back a copy")
     last = await _last(store)
     return LedgerChain(run, length, digest_of(last) if last else "")
 
