@@ -64,6 +64,7 @@ async def test_a_damaged_database_is_named(tmp_path: Path) -> None:
         ("mysql://db/mine", 'expected "sqlite" or "postgresql://user@host/database"'),
         ("postgresql://prime:hunter2@db/mine", "must hold no password: set PGPASSWORD"),
         ("postgresql://db/mine?password=hunter2", "must hold no password: set PGPASSWORD"),
+        ("postgresql://db/mine?sslkey=/k&sslpassword=hunter2", "must hold no password: set PGPASSWORD"),
     ],
 )
 def test_a_store_that_cannot_be_is_refused_without_showing_a_password(

@@ -184,7 +184,7 @@ class CoordinatorConfig(Settings):
         url = urlsplit(store)
         if store != "sqlite" and url.scheme not in ("postgresql", "postgres"):
             raise ValueError('expected "sqlite" or "postgresql://user@host/database"')
-        if url.password is not None or "password" in parse_qs(url.query):
+        if url.password is not None or "password" in " ".join(parse_qs(url.query)):  # sslpassword, too
             raise ValueError("must hold no password: set PGPASSWORD, or write ~/.pgpass or a service file")
         return store
 
