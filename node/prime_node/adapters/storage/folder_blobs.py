@@ -53,7 +53,7 @@ class FolderBlobs:
 
     async def size(self, digest: str) -> int:
         """Return the size of a blob. Raises KeyError."""
-        return _size_of(self._path(digest), digest)
+        return _size_of(self._place(digest), digest)
 
     async def has(self, digest: str) -> bool:
         """Return whether a blob is stored."""
@@ -75,10 +75,13 @@ class FolderBlobs:
                 yield name
 
     def _path(self, digest: str) -> Path:
+        return Path(self._place(digest))
+
+    def _place(self, digest: str) -> str:
         """Return a blob's path. Raises KeyError if it is no digest: it may come from a peer and must not name another file."""
         if not is_digest(digest):
             raise KeyError(digest)
-        return self._folder.joinpath(digest[:2], digest)
+        return f"{self._folder}/{digest[:2]}/{digest}"
 
     def _put(self, data: bytes, digest: str | None) -> str:
         digest = digest or digest_of(data)
@@ -154,9 +157,9 @@ def _part_of(path: Path, name: str, start: int, end: int | None) -> bytes:
         raise KeyError(name) from None
 
 
-def _size_of(path: Path, name: str) -> int:
+def _size_of(path: Path | str, name: str) -> int:
     try:
-        found = path.lstat()
+        found = os.lstat(path)
     except FileNotFoundError:
         raise KeyError(name) from None
     if not stat.S_ISREG(found.st_mode):  # a link would be served to strangers

@@ -387,14 +387,10 @@ Event = (
 )
 
 _EVENT: TypeAdapter[Event] = TypeAdapter(Annotated[Event, Field(discriminator="type")])
-_read_event: Callable[[str], Event] = _EVENT.validator.validate_json  # a restart reads a million: one call for each
+event_from_json: Callable[[str], Event] = _EVENT.validator.validate_json
+"""Function that returns an event of our own log. A pydantic ValidationError means that another release wrote the log."""
 
 
 def event_to_json(event: Event) -> str:
     """Return the event as JSON for the log."""
     return _EVENT.dump_json(event).decode()
-
-
-def event_from_json(payload: str) -> Event:
-    """Return an event of our own log. A pydantic ValidationError means that another release wrote the log."""
-    return _read_event(payload)

@@ -150,7 +150,7 @@ def recount(state: State, worker: WorkerRecord) -> None:
     known = state.networks.get(worker.network)
     if known is None:
         return
-    if now != worker.counted:
+    if now is not worker.counted:
         _add(state, known, worker, now)
     worker.counted = now
     _set_away(state, worker, is_away=is_forgettable(worker))
@@ -163,13 +163,15 @@ def is_forgettable(worker: WorkerRecord) -> bool:
 
 
 def _add(state: State, known: Network, worker: WorkerRecord, now: Part) -> None:
-    before, crowd = worker.counted, known.crowd
+    before = worker.counted
     known.keys += now.keys - before.keys
     known.active += now.active - before.active
-    known.newcomers += now.newcomers - before.newcomers
-    known.held += now.held - before.held
-    known.passed += now.passed - before.passed
-    state.crowd += known.crowd - crowd
+    if now.newcomers or before.newcomers:
+        crowd = known.crowd
+        known.newcomers += now.newcomers - before.newcomers
+        known.held += now.held - before.held
+        known.passed += now.passed - before.passed
+        state.crowd += known.crowd - crowd
 
 
 def _set_away(state: State, worker: WorkerRecord, *, is_away: bool) -> None:
