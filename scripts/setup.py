@@ -31,6 +31,7 @@ import subprocess
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,12 @@ def make_venv(machine: Machine) -> Stamp:
     return stamp
 
 
+def install_programs(extras: list[str]) -> list[str]:
+    """Install the system's programs. Return what to do by hand."""
+    for_tests = (install_nftables(), install_chromium()) if "dev" in extras else ()
+    return [remark for remark in (install_bubblewrap(), *for_tests) if remark]
+
+
 def install(machine: Machine, extras: list[str]) -> None:
     """Each step may be repeated: what is there already is left alone."""
     stamp = read_stamp()
@@ -219,10 +226,8 @@ def install(machine: Machine, extras: list[str]) -> None:
         remove_torn_packages()
     asked = sorted({*extras, *stamp.extras})  # an earlier command's parts are kept up to date too
     extras = buildable(asked)
-    for_tests = (install_nftables(), install_chromium()) if "dev" in extras else ()
-    for remark in (install_bubblewrap(), *for_tests):
-        if remark:
-            say(remark)
+    beside = ThreadPoolExecutor()  # pip keeps one processor busy, and no more
+    programs = beside.submit(install_programs, extras)
     table = read_pyproject()
     optional = table["project"]["optional-dependencies"]
 
@@ -243,8 +248,7 @@ def install(machine: Machine, extras: list[str]) -> None:
         say(f"(1) {torch[-1]}")
         pip_or_fail(*INSTALL, *torch)
 
-    # (2) everything that the parts ask for, in one resolution
-    say("(2) what the parts ask for")
+    # (2) the packages that come without some of what they ask for, since they are large: what is large is compiled during (3)
     wanted = [*table["build-system"]["requires"], "editables", *table["project"]["dependencies"]]
     wanted += [requirement for extra in extras for requirement in optional[extra]]
     listing, wheels = [], []
@@ -255,15 +259,17 @@ def install(machine: Machine, extras: list[str]) -> None:
             listing += needed
         else:
             listing.append(requirement)
+    if wheels:
+        say(f"(2) {', '.join(Path(wheel).name.split('-')[0] for wheel in wheels)}")
+        pip_or_fail(*INSTALL, "--no-deps", *wheels)
+        shutil.rmtree(VENV / "wheels")
+    compiled = beside.submit(compile_packages, jobs=1)
+
+    # (3) everything else that the parts ask for, in one resolution
+    say("(3) what the parts ask for")
     requirements = VENV / "requirements.txt"
     requirements.write_text("\n".join(listing) + "\n")
     pip_or_fail(*INSTALL, "--requirement", str(requirements))
-
-    # (3) the packages that come without some of what they ask for
-    if wheels:
-        say(f"(3) {', '.join(Path(wheel).name.split('-')[0] for wheel in wheels)}")
-        pip_or_fail(*INSTALL, "--no-deps", *wheels)
-        shutil.rmtree(VENV / "wheels")
     if "envs" in extras:
         site_packages = next(VENV.glob("lib/python*/site-packages"))
         (site_packages / "pycosat.py").write_text(PYCOSAT_PLACEHOLDER)
@@ -271,7 +277,10 @@ def install(machine: Machine, extras: list[str]) -> None:
     # (4) this project
     say("(4) this project, editable")
     pip_or_fail(*INSTALL, "--no-deps", "--no-build-isolation", "--editable", ".")
+    compiled.result()
     compile_packages()
+    for remark in programs.result():
+        say(remark)
     stamp.state, stamp.fingerprint = "complete", fingerprint()
     stamp.installed = sorted({*stamp.installed, *parts_to_add(machine, extras, stamp.installed)})
     stamp.write()

@@ -95,9 +95,13 @@ def pip_or_fail(*arguments: str) -> None:
         )
 
 
-def compile_packages() -> None:
-    """Compile what is installed to byte code: confined processes cannot write it. What does not compile is left to its import."""
-    command = [str(VENV_PYTHON), "-m", "compileall", "-q", "-j", "0", *map(str, VENV.glob("lib/python*/site-packages"))]
+def compile_packages(jobs: int = 0) -> None:
+    """Compile what is installed to byte code: confined processes cannot write it. What does not compile is left to its import.
+
+    `jobs` is the number of processes; 0 means one for each processor.
+    """
+    folders = map(str, VENV.glob("lib/python*/site-packages"))
+    command = [str(VENV_PYTHON), "-m", "compileall", "-q", "-j", str(jobs), *folders]
     with LOG.open("a") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()

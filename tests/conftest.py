@@ -156,19 +156,22 @@ def _is_heavy(item: pytest.Item) -> bool:
 def _distribute(items: list[pytest.Item]) -> None:
     """Group and order the tests for the processes of pytest-xdist (`--dist loadgroup --no-loadscope-reorder`).
 
-    Whole runs and vLLM use all cores, so one process starts them all, one after the other. Every other file is a group: its
-    module fixtures are made in one process. Files that share something outside their processes name a common group. Groups
-    with slow tests come first, and among them those whose tests may take longest, so that none is left alone at the end.
+    Whole runs use all cores, so one process starts them all, one after the other. Those that vLLM computes alone, in one thread,
+    are a group of their own: with the whole runs they would last longest, and leave the other process without tests at the end.
+    Every other file is a group: its module fixtures are made in one process. Files that share something outside their
+    processes name a common group. Groups with slow tests come first, and among them those whose tests may take longest, so
+    that none is left alone at the end.
     """
     groups, ranks = [], dict[str, tuple[int, float]]()
     for item in items:
-        heavy, named = _is_heavy(item), item.get_closest_marker("xdist_group")
-        group = "whole runs and vLLM" if heavy else named.args[0] if named else item.nodeid.partition("::")[0]
+        whole, vllm, named = map(item.get_closest_marker, ("e2e", "vllm", "xdist_group"))
+        of_file = named.args[0] if named else item.nodeid.partition("::")[0]
+        group = "whole runs" if whole else "vLLM" if vllm else of_file
         if named is None:
             item.add_marker(pytest.mark.xdist_group(group))
         _append_group(item, group)
         groups.append(group)
-        kind = 0 if heavy else 1 if item.get_closest_marker("slow") else 2
+        kind = 0 if whole else 1 if item.get_closest_marker("slow") else 2
         ranks[group] = min(ranks.get(group, (2, 0.0)), (kind, -_seconds_max(item)))
     order = sorted(range(len(items)), key=lambda place: ranks[groups[place]])
     items[:] = [items[place] for place in order]

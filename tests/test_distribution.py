@@ -20,10 +20,10 @@ def test_a_run_says_which_groups_took_long_and_which_process_had_no_more_tests()
     assert list(times.lines()) == []
     times.add("gw0", "tests/a.py::test_one@tests/a.py", start=100.0, stop=130.0)
     times.add("gw0", "tests/a.py::test_two@tests/a.py", start=130.0, stop=140.0)
-    times.add("gw1", "tests/b.py::test_three[x@y]@whole runs and vLLM", start=105.0, stop=110.0)
+    times.add("gw1", "tests/b.py::test_three[x@y]@whole runs", start=105.0, stop=110.0)
     assert [line.strip() for line in times.lines()] == [
         "gw0: 40 s in tests of 40 s, then 0 s without one",
         "gw1: 5 s in tests of 5 s, then 30 s without one",
         "40 s  tests/a.py",
-        "5 s  whole runs and vLLM",
+        "5 s  whole runs",
     ]
