@@ -32,6 +32,8 @@ MOVED_S_MIN = 0.01
 """Seconds after a recorded movement within which further ones count with it."""
 INTERIM_ANSWERS_MAX = 8
 """Answers of status 1xx before the answer to a request. Nothing here asks for any."""
+CHUNKS_FREE, CHUNK_BYTES_MIN = 2**10, 64
+"""Chunks of a body of unknown length that may be of any size, and the average size of more."""
 _PIECE_BYTES = 2**16
 
 Reply = TypeVar("Reply", bound=WireModel)
@@ -131,17 +133,24 @@ async def pieces_of_body(body: bytes, patience: Patience) -> AsyncIterator[bytes
 
 
 async def read_bounded(answer: aiohttp.ClientResponse, patience: Patience, *, bytes_max: int) -> bytes:
-    """Read the body, up to a bound. Raises LimitExceeded; the connection is dropped then, not drained."""
+    """Read the body, up to a bound. Raises LimitExceeded; the connection is dropped then, not drained.
+
+    Raises RemoteError for small chunks: in chunks of one byte, each megabyte takes a second of the processor.
+    """
     if answer.content_length is not None and answer.content_length > bytes_max:
         answer.close()
         raise LimitExceeded("answer_bytes_max", answer.content_length, bytes_max)
     if answer.content_length is not None and answer.content_length <= READ_BYTES:
         await _until_whole(answer.content, patience)
         return answer.content.read_nowait()
-    body = bytearray()
-    async for piece in answer.content.iter_any():
+    body, num_chunks = bytearray(), 0
+    async for piece, ends_chunk in answer.content.iter_chunks():
         body += piece
         patience.received(len(piece))
+        num_chunks += ends_chunk
+        if num_chunks > CHUNKS_FREE + len(body) // CHUNK_BYTES_MIN:
+            answer.close()
+            raise RemoteError(ErrorCode.MALFORMED, f"{answer.url.origin()} sends its answer in tiny chunks")
         if len(body) > bytes_max:
             answer.close()
             raise LimitExceeded("answer_bytes_max", None, bytes_max)
