@@ -200,6 +200,10 @@ class SimulatedServer:
     def overload(self, path: str, sender: Callable[[], Sender | None]) -> RemoteError | None:
         return None
 
+    def cut_waiting(self, within_s: float) -> None:
+        for answering in self.answering:
+            answering.cancel()
+
     async def stop(self, *, grace_s: float) -> None:
         self.end()
 

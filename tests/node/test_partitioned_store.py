@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from pathlib import Path
 
 import aiohttp
 import pytest
 from tests.node.coordinator_process import crash_run
-from tests.node.coordinator_world import ANNA, BEN, TRAINER, VALIDATOR, World, make_run, memory_parts
-from tests.node.crowd_world import Crowd, check_promises
+from tests.node.coordinator_world import ANNA, BEN, ENGINE, TRAINER, VALIDATOR, World, make_run, memory_parts
+from tests.node.crowd_world import Crowd, check_promises, persist
 from tests.node.ledger_world import receipts_of
 from tests.node.silent_line_world import silent_line
 from tests.node.standby_world import Pair
 
 from prime_lab.postgres_server import PASSWORD, PostgresServer
 from prime_lab.s3_server import BUCKET, S3Server
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.adapters.web import http_exchange
+from prime_node.adapters.web.http_client import HttpClient
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
+from prime_protocol.requests import JoinRequest
+
+LONG_S, ENOUGH_S = 300.0, 60.0
+"""Time for which a client would wait; and much more than it needs."""
 
 
 @pytest.mark.slow
@@ -58,3 +66,30 @@ async def test_a_leader_that_is_cut_off_from_the_store_answers_nothing_and_the_n
             report = await audit_ledger(crowd.world.client(ANNA), run, receipts=receipts)
     assert (report.faults, report.notes) == ([], [])
     assert report.num_receipts > 5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_clients_of_a_leader_that_is_cut_off_from_the_store_go_to_the_next_one_before_their_patience_ends(
+    tmp_path: Path, postgres: PostgresServer, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each waited for ten seconds: what was asked before the cut has no answer, and no connection ends."""
+    monkeypatch.setattr(http_exchange, "ELSEWHERE_STALL_S", LONG_S)
+    run, url = make_run(**crash_run()), postgres.make_database()
+    settings = {"standby": "true", "term_seconds": "1.0", "blobs": f"s3://{BUCKET}/{tmp_path.name}"}
+    async with contextlib.AsyncExitStack() as stack:
+        lines = [await stack.enter_async_context(silent_line(postgres.port)) for _ in range(2)]
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        stores = [url.replace(f":{postgres.port}/", f":{line.port}/") for line in lines]
+        pair = Pair(tmp_path, settings, {"PGPASSWORD": PASSWORD, **s3.environment}, stores=stores)
+        stack.push_async_callback(pair.kill)
+        await pair.start(0)
+        await pair.start(1)
+        first = await pair.leader(session)
+        asked = JoinRequest(name="anna", software="1", engine=ENGINE, rollouts_max=64)
+        lines[first].fall_silent()
+        client = HttpClient(pair.urls[first], run=run.digest, clock=SystemClock(), key=ANNA, stall_s=LONG_S)
+        client.also_at(pair.urls)
+        async with client, asyncio.timeout(ENOUGH_S):
+            await persist(lambda: client.join(asked))
+        assert client.url == pair.urls[1 - first]

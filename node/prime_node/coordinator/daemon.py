@@ -65,6 +65,8 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, su
         cleaners = [tasks.create_task(coordinator.direct.sweep())]
         if config.scrub_hours and config.blobs == "folder":
             cleaners.append(tasks.create_task(scrub_blobs(parts.public, clock, every_s=3_600 * config.scrub_hours)))
+        if config.standby and parts.leadership is not None:
+            cleaners.append(tasks.create_task(succession.cut_waiting()))
         host_keeper: asyncio.Task[None] | None = None
         try:
             served = serve_endpoints(handlers, coordinator.gate, coordinator.decisions, clock, parts.metrics)

@@ -24,6 +24,8 @@ from prime_protocol.errors import ErrorCode, RemoteError
 
 FOLLOW_S = 0.1
 """Interval at which a standby reads the log."""
+CUT_S = 0.5
+"""Interval at which a coordinator whose term is over cuts what waits: not all at once, as the next one gets it all."""
 STANDBY_RETRY_S = 0.5
 """Time after which a client may ask a standby again."""
 STANDBY_BODY_BYTES_MAX = 2**40
@@ -107,6 +109,21 @@ class Succession:
         if not self._is_said:
             self._is_said = True
             self._ready(port)
+
+    async def cut_waiting(self) -> None:
+        """While the term is over, cut the requests that wait for the store, so that clients ask the other coordinators.
+
+        Else they would wait for their own time limit: where the store falls silent, no connection ends by itself. Nothing is cut
+        before another coordinator can lead.
+        """
+        leadership, clock = self._parts.leadership, self._parts.clock
+        assert leadership is not None
+        over_s = 0.0
+        while True:
+            await clock.sleep(CUT_S)
+            over_s = 0.0 if leadership.may_answer() else over_s + CUT_S
+            if over_s > CUT_S + self._parts.config.term_seconds / 10:
+                self._parts.web.cut_waiting(CUT_S)
 
     def require_term(self) -> None:
         """Raise TermLost if another coordinator has taken over."""

@@ -169,6 +169,10 @@ class WebServer(Protocol):
         """Return the error for a request that came another way and is refused for load; None for one that is answered."""
         ...
 
+    def cut_waiting(self, within_s: float) -> None:
+        """Cut the connections of requests without an answer, each at a random time within `within_s`."""
+        ...
+
     async def stop(self, *, grace_s: float) -> None:
         """Accept no new request, let those in progress finish for `grace_s`, then cut them."""
         ...

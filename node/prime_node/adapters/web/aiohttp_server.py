@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import random
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -143,6 +144,13 @@ class AiohttpServer:
         if self.shedding is None or not self.shedding.pressure:
             return None
         return self.shedding.refusal_of(path, sender())
+
+    def cut_waiting(self, within_s: float) -> None:
+        """Cut the connections of requests without an answer, each at a random time within `within_s`."""
+        for connection in () if self._manager is None else self._manager.connections:
+            assert isinstance(connection, GuardedHandler)
+            if connection.is_busy:
+                asyncio.get_running_loop().call_later(random.uniform(0.0, within_s), connection.abort)
 
     async def stop(self, *, grace_s: float) -> None:
         """Accept no more connections, and end the open ones after `grace_s` seconds at most."""

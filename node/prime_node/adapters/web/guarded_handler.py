@@ -52,7 +52,6 @@ class GuardedHandler(web.RequestHandler):
         "_header_s_max",
         "_header_timer",
         "_held",
-        "_is_busy",
         "_is_held_back",
         "_may_send",
         "_meter",
@@ -65,6 +64,7 @@ class GuardedHandler(web.RequestHandler):
         "_unsent",
         "entry",
         "expects_continue",
+        "is_busy",
         "is_given_up",
         "streaming",
     )
@@ -89,6 +89,8 @@ class GuardedHandler(web.RequestHandler):
             lingering_time=REFUSED_S,
         )
         self.entry = entry
+        self.is_busy = False
+        """Whether a request has no whole answer yet."""
         self.expects_continue = False
         """Whether the sender waits for a go-ahead before it sends the body."""
         self.is_given_up = False
@@ -107,7 +109,7 @@ class GuardedHandler(web.RequestHandler):
         self._searched = 0
         self._body_left = 0
         self._readings = self._request_bytes = self._dropped = 0
-        self._is_busy = self._is_held_back = self._has_begun = False
+        self._is_held_back = self._has_begun = False
         self._unsent = 0
         self._meter = Meter(lambda seconds: connection_counts.spent(entry, seconds))
 
@@ -237,7 +239,7 @@ class GuardedHandler(web.RequestHandler):
                     del self._held[: len(piece)]
                     self._body_left -= len(piece)
                     super().data_received(piece)
-                elif self._is_busy:
+                elif self.is_busy:
                     self._hold_back()
                     if len(self._held) > HELD_BYTES_MAX:
                         self.abort()
@@ -306,7 +308,7 @@ class GuardedHandler(web.RequestHandler):
 
     def _begin(self, end: int, head: Head) -> None:
         self._stop_header_timer()
-        self._is_busy, self._body_left, self.expects_continue = True, head.body_bytes, head.expects_continue
+        self.is_busy, self._body_left, self.expects_continue = True, head.body_bytes, head.expects_continue
         header = bytes(self._held[:end])
         del self._held[:end]
         if not self._body_left:
@@ -314,7 +316,7 @@ class GuardedHandler(web.RequestHandler):
         self._meter.call(super().data_received, header)
 
     def _answered(self) -> None:
-        self._is_busy = False
+        self.is_busy = False
         self._meter.report()
         self._counts.answered(self.entry)
         self._readings, self._request_bytes = 0, len(self._held)
