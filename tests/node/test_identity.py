@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from prime_node.adapters.key_backup import decrypt_key, encrypt_key
 from prime_node.cli import identity, wire_identity
 from prime_node.cli.main import app
-from prime_node.cli.wire_identity import delegation_file, delegation_for
+from prime_node.cli.wire_identity import delegation_file, delegation_for, read_backup
 from prime_node.folder_lock import FolderLock
 from prime_node.keyfile import load_key, load_or_create
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
@@ -59,6 +59,15 @@ def test_a_key_that_is_backed_up_comes_back_with_its_passphrase_alone(tmp_path: 
     secret.write_text("too short")
     with pytest.raises(LocalError, match="12 characters"):
         call("backup", tmp_path / "weak.json", "--key", own, "--passphrase-file", secret)
+
+
+def test_a_file_of_any_size_is_no_backup_and_fills_no_memory(tmp_path: Path) -> None:
+    """Before, the whole file was read first."""
+    file = tmp_path / "backup.json"
+    with file.open("wb") as made:
+        made.truncate(2**40)
+    with pytest.raises(LocalError, match="cannot be read as a key backup"):
+        read_backup(file, PASSPHRASE)
 
 
 def test_a_backup_that_was_changed_opens_nothing() -> None:

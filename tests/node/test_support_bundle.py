@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from prime_node.cli.main import app
 from prime_node.cli.run_dir import RunDir
-from prime_node.cli.support_bundle import without_secrets
+from prime_node.cli.support_bundle import FILE_BYTES_MAX, without_secrets
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 
@@ -115,6 +115,28 @@ def test_no_secret_of_a_run_is_in_its_bundle(run: RunDir, tmp_path: Path) -> Non
     found = [(name, secret) for name, data in files.items() for secret in planted if secret.encode() in data]
     assert found == []
     assert all(SECRET not in data and key.to_bytes() not in data for data in files.values() for key in KEYS.values())
+
+
+@pytest.mark.parametrize("name", ["token=", "Authorization: Bearer "])
+def test_no_end_of_a_secret_is_left_where_a_long_log_is_cut(run: RunDir, tmp_path: Path, name: str) -> None:
+    """Before, the name of a value was cut off, and no rule found what was left of the value."""
+    line, end = f"{name}{'LEAK' * 9}\n", "LEAK" * 7 + "\n"
+    rest = ("x" * 79 + "\n") * ((FILE_BYTES_MAX - len(end)) // 80)
+    rest = "y" * (FILE_BYTES_MAX - len(end) - len(rest) - 1) + "\n" + rest
+    run.log("coordinator").write_text(line + rest)
+    kept = bundle_of(run, tmp_path / "out.tar.gz")["support/logs/coordinator.log"].decode()
+    assert kept == rest
+
+
+def test_tokens_of_services_and_long_passwords_are_found_without_a_name() -> None:
+    """Before, a password of more than 300 characters stayed in its URL, and tokens stayed that no name introduced."""
+    texts = [
+        f"using {one}{'LEAK' * 9}" for one in ("hf_", "ghp_", "sk-", "AKIA", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.")
+    ]
+    texts += [f"at http://prime:{'LEAK' * 200}@proxy.example.org/", f"https://store.example.org/a?sig={'LEAK' * 9}"]
+    assert [text for text in texts if "LEAK" in without_secrets(text, [])] == []
+    envelope = '{"payload": "eyJ' + "a" * 99 + '"}'
+    assert without_secrets(envelope, []) == envelope
 
 
 def test_the_whole_value_after_the_name_of_a_secret_is_removed() -> None:

@@ -99,6 +99,15 @@ async def test_a_body_in_tiny_chunks_is_not_read(chunk_bytes: int, is_read: bool
                 await reading
 
 
+@pytest.mark.timeout(60)
+async def test_answers_without_a_body_are_read_again_and_again() -> None:
+    async with (
+        pouring(b"", b"HTTP/1.1 204 No Content\r\n\r\n") as url,
+        HttpClient(url, run=RUN.digest, clock=SystemClock()) as client,
+    ):
+        assert [await client.unsigned("/v1/status", bytes_max=9) for _ in range(3)] == 3 * [(b"", {})]
+
+
 async def test_a_peer_s_notifications_are_read_only_so_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, lines that were padded and sent in chunks of one byte took a core, at five megabytes a second."""
     monkeypatch.setattr(http_peer, "LINES_BYTES_PER_S", 2**22)

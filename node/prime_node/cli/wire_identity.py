@@ -112,11 +112,9 @@ def read_backup(backup: Path, passphrase: str) -> SigningKey:
     from prime_node.adapters.key_backup import decrypt_key
 
     try:
-        data = read_regular(backup)
+        data = read_regular(backup, bytes_max=BACKUP_BYTES_MAX)
     except OSError as error:
-        raise LocalError(f"{backup}: cannot be read ({error.strerror})") from None
-    if len(data) > BACKUP_BYTES_MAX:
-        raise LocalError(f"{backup}: too large for a key backup")
+        raise LocalError(f"{backup}: cannot be read as a key backup ({error.strerror})") from None
     try:
         return decrypt_key(data, passphrase)
     except LocalError as error:

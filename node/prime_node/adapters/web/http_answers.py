@@ -144,7 +144,8 @@ async def read_bounded(answer: aiohttp.ClientResponse, patience: Patience, *, by
         await _until_whole(answer.content, patience)
         return answer.content.read_nowait()
     body, num_chunks = bytearray(), 0
-    async for piece, ends_chunk in answer.content.iter_chunks():
+    while not answer.content.at_eof():  # iter_chunks never ends for the second answer without a body
+        piece, ends_chunk = await answer.content.readchunk()
         body += piece
         patience.received(len(piece))
         num_chunks += ends_chunk
