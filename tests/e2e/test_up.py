@@ -110,7 +110,7 @@ def test_up_stops_cleanly_and_resumes_while_a_trainers_key_is_replaced(up: Up) -
 
     The only worker is suspended for the commands on keys, so that the run does not reach its last step before they end.
     """
-    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=30")
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=20")
     up.until(lambda status: status["step"] >= 3, timeout_s=180, what="step 3")
     with up.suspended("join"):
         old = _keys("show", up.directory).partition("trainer (1 must sign): ")[2].split()[0]
@@ -121,7 +121,7 @@ def test_up_stops_cleanly_and_resumes_while_a_trainers_key_is_replaced(up: Up) -
     assert up.processes() == []
     assert "resumes" in up.output
 
-    up.start("trainer.evaluate_at=[29]", new=False)
+    up.start("trainer.evaluate_at=[19]", new=False)
     step = up.until(lambda status: status["step"] >= 1, timeout_s=90, what="the coordinator")["step"]
     up.until(lambda status: status["step"] >= step + 1, timeout_s=90, what="a policy by the new key")
     with up.suspended("join"):
@@ -130,9 +130,9 @@ def test_up_stops_cleanly_and_resumes_while_a_trainers_key_is_replaced(up: Up) -
         revoked_at = up.status()["head"]
     assert up.finish(timeout_s=240) == 0, up.everything()
     rows = [json.loads(line) for line in (up.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
-    assert any(row.get("step") == 29 and "eval_greedy" in row for row in rows), "the settings of the second start"
+    assert any(row.get("step") == 19 and "eval_greedy" in row for row in rows), "the settings of the second start"
     assert up.summary()["verification"]["ok"]
-    assert up.summary()["rollouts"]["accepted"] == 30 * 6 * 4
+    assert up.summary()["rollouts"]["accepted"] == 20 * 6 * 4
     verified = subprocess.run(
         [sys.executable, "-m", "prime_node", "verify", str(up.directory), "--chain", "--json"], capture_output=True
     )
@@ -145,14 +145,14 @@ def test_up_stops_cleanly_and_resumes_while_a_trainers_key_is_replaced(up: Up) -
 def test_every_role_may_be_killed_without_loss(up: Up) -> None:
     """In a run whose environment answers, so that a rollout has several turns."""
     again = '{name="again", id="reasoning_gym", turns_max=3, options={task="spell_backward", max_word_len=6, partner="retry"}}'
-    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=24", f"run.environments=[{again}]")
+    up.start("up.unsafe_cheaters={}", "up.num_workers=1", "run.max_steps=16", f"run.environments=[{again}]")
     for step, role in ((2, "coordinator"), (5, "trainer"), (8, "validator"), (11, "join")):
         up.until(lambda status, step=step: status["step"] >= step, timeout_s=180, what=f"step {step}")
         os.kill(up.process_of(role), signal.SIGKILL)
     assert up.finish(timeout_s=300) == 0, up.everything()
     summary = up.summary()
     assert summary["verification"]["ok"]
-    assert summary["rollouts"]["accepted"] == 24 * 6 * 4
+    assert summary["rollouts"]["accepted"] == 16 * 6 * 4
     rows = [json.loads(line) for line in (up.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
     assert max(row.get("turns_max", 0) for row in rows) == 3
     assert up.processes() == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -117,13 +118,16 @@ def test_use_counts_for_a_minute_and_is_looked_at_from_time_to_time(tmp_path: Pa
 def test_the_gpu_is_looked_at_in_a_thread(tmp_path: Path) -> None:
     clock, tables = VirtualClock(), [TABLE, OWN.format(os.getpid()), "", None]
     shown: list[str | None] = []
+    may_look = threading.Event()  # a thread that is quick ends before the call that started it
 
     def table() -> str | None:
+        may_look.wait()
         shown.append(tables[len(shown)])
         return shown[-1]
 
     machine = ThisMachine(PowerSupply(tmp_path), clock, gpu_table=table)
     assert not machine.is_gpu_busy()
+    may_look.set()
     wait_until(machine.is_gpu_busy)
     for looks in (2, 3, 4):
         clock.seconds += QUIET_S
