@@ -139,7 +139,7 @@ async def quick() -> list[Check]:
 
 def lag_0(run: Mapping[str, Any]) -> Check:
     return at_most(
-        "|log ratio| of trainer and fp32 engine at lag 0, nats, worst step's mean",
+        "distance of the logprobs of trainer and fp32 engine at lag 0, nats, worst step's mean",
         max(run["log_ratio_abs"]),
         LAG_0_NATS_MAX,
     )

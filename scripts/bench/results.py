@@ -28,7 +28,6 @@ NEVER_RECORDED: dict[str, str] = {
     "adapters": "a quick run on 2026-11-23: a delta of integers has 0.16 times the bytes of one of bf16 factors",
     "overload": "a busy machine, 10 s at twice the capacity of 2,547 heartbeats/s (2026-11-27): work's p99 2.1 times that at "
     "half, all uploads done, none lost; heartbeats' p99 4.1 times (bar 3, missed), before they waited for seconds",
-    "real_learning": "a quick run on a busy machine (2026-11-28): trainer and fp32 engine differ by 2e-5 nats at lag 0",
     "side_by_side": "it needs a public model; a quick run on 2026-11-23 gave 0.99 of plain generation with seeds and proofs "
     "(bar 0.92) and 0.92 without (bar 0.95, missed)",
 }
