@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import obstore
 import pytest
 from obstore.store import S3Store
+from tests.raw_server_world import raw_server
 from tests.time_world import VirtualClock
 
 from prime_lab.memory_blobs import MemoryBlobs, MemoryDocuments
@@ -266,19 +266,16 @@ async def _endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     listed = b"<ListBucketResult></ListBucketResult>" if b"list-type" in request else b""
     described = 'ETag: "1"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\nConnection: close'
     writer.write(f"{head}\r\n{described}\r\nContent-Length: {len(listed) or 2**40}\r\n\r\n".encode() + listed)
-    with contextlib.suppress(ConnectionError):
-        while not listed:
-            writer.write(bytes(BYTES_MAX))
-            await writer.drain()
-    writer.close()
+    while not listed:
+        writer.write(bytes(BYTES_MAX))
+        await writer.drain()
 
 
 @pytest.mark.parametrize("end", [None, 10])
 async def test_a_service_that_sends_without_end_is_not_listened_to(
     monkeypatch: pytest.MonkeyPatch, end: int | None
 ) -> None:
-    async with await asyncio.start_server(_endless, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
+    async with raw_server(_endless) as port:
         for name, value in S3Server(port).environment.items():
             monkeypatch.setenv(name, value)
         blobs = await open_s3(f"s3://{BUCKET}/x", "bundles", run=RUN, bytes_max=BYTES_MAX)

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
+from tests.raw_server_world import raw_server
+
 
 class ForwardProxy:
     """A proxy. Every connection through it leads to `port` of this machine, or where its own resolver says."""
@@ -29,8 +31,6 @@ class ForwardProxy:
         method, url, version = line.split(b" ")
         if self.refusal:
             writer.write(self.refusal)
-            writer.close()
-            await writer.wait_closed()
             return
         host = urlsplit(f"//{url.decode()}" if method == b"CONNECT" else url.decode()).hostname or ""
         there, to = await asyncio.open_connection("127.0.0.1", self.ports.get(host, self.port))
@@ -42,16 +42,18 @@ class ForwardProxy:
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(2**16):
-            writer.write(data)
-    writer.close()
+    try:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(2**16):
+                writer.write(data)
+    finally:
+        writer.close()
 
 
 @contextlib.asynccontextmanager
 async def forward_proxy(port: int) -> AsyncIterator[ForwardProxy]:
     """Run a proxy."""
     proxy = ForwardProxy(port)
-    async with await asyncio.start_server(proxy.serve, "127.0.0.1", 0) as server:
-        proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with raw_server(proxy.serve) as own_port:
+        proxy.url = f"http://127.0.0.1:{own_port}"
         yield proxy

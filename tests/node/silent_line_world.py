@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+from tests.raw_server_world import raw_server
+
 
 class SilentLine:
     """A TCP forwarder on loopback."""
@@ -51,10 +53,8 @@ class SilentLine:
 async def silent_line(port: int) -> AsyncIterator[SilentLine]:
     """Forward connections to a port of loopback."""
     line = SilentLine(port)
-    server = await asyncio.start_server(line.carry, "127.0.0.1", 0)
-    line.port = server.sockets[0].getsockname()[1]
-    try:
-        yield line
-    finally:
-        line.be_heard()
-        server.close()
+    async with raw_server(line.carry) as line.port:
+        try:
+            yield line
+        finally:
+            line.be_heard()

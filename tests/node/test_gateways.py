@@ -35,6 +35,7 @@ from tests.node.gateway_world import (
     serving,
     two_gateways,
 )
+from tests.raw_server_world import raw_server
 from tests.security.raw_http import Raw, get
 from tests.time_world import VirtualClock, until
 
@@ -291,15 +292,16 @@ async def test_a_client_signs_again_for_the_next_address_when_a_gateway_dies_bef
             """Pass on a request, and end when its answer comes."""
             nonlocal num_swallowed
             there, to = await asyncio.open_connection("127.0.0.1", port)
-            to.write(await reader.readuntil(b"\r\n\r\n"))
-            assert (await there.readline()).startswith(b"HTTP/1.1 200")
-            num_swallowed += 1
-            to.close()
-            writer.close()
+            try:
+                to.write(await reader.readuntil(b"\r\n\r\n"))
+                assert (await there.readline()).startswith(b"HTTP/1.1 200")
+                num_swallowed += 1
+            finally:
+                to.close()
 
-        async with await asyncio.start_server(swallow, "127.0.0.1", 0) as dying:
+        async with raw_server(swallow) as dying:
             client = HttpClient(
-                f"http://127.0.0.1:{dying.sockets[0].getsockname()[1]}",
+                f"http://127.0.0.1:{dying}",
                 run=world.run.digest,
                 clock=world.parts.clock,
                 key=ANNA,

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from tests.node.http_server import HEARTBEAT, LEASE, RUN, Server, client_of, served
+from tests.raw_server_world import raw_server
 from tests.time_world import be_slow
 
 from prime_node.adapters.system_clock import SystemClock
@@ -211,11 +212,11 @@ async def test_what_is_no_http_is_no_traceback(raw: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(raw)
-        writer.close()
 
-    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = listener.sockets[0].getsockname()[1]
-    async with listener, HttpClient(f"http://127.0.0.1:{port}", run=RUN.digest, clock=SystemClock()) as client:
+    async with (
+        raw_server(serve) as port,
+        HttpClient(f"http://127.0.0.1:{port}", run=RUN.digest, clock=SystemClock()) as client,
+    ):
         with pytest.raises((RemoteError, Unreachable)):
             await client.head()
 

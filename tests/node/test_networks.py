@@ -19,6 +19,7 @@ from tests.node.coordinator_process import REPOSITORY
 from tests.node.coordinator_world import ANNA, HEARTBEAT, make_run, memory_parts, running
 from tests.node.http_server import Server, served
 from tests.node.proxy_world import forward_proxy
+from tests.raw_server_world import raw_server
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
@@ -150,11 +151,8 @@ async def test_a_kept_connection_that_is_half_open_costs_one_request() -> None:
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
         await reader.read()
-        writer.close()
 
-    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-    async with listening, client_of(url, 0.5) as client:
+    async with raw_server(serve) as port, client_of(f"http://127.0.0.1:{port}", 0.5) as client:
         assert await read(client) == b"{}"
         with pytest.raises(Unreachable, match="no answer"):
             await read(client)

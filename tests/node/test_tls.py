@@ -15,6 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from tests.raw_server_world import raw_server
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
@@ -53,11 +54,10 @@ async def server_whose_certificate_has_ended(folder: Path, monkeypatch: pytest.M
     context.load_cert_chain(certificate, secret)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
+        """Answer nothing."""
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
-    async with server:
-        yield f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with raw_server(answer, tls=context) as port:
+        yield f"https://127.0.0.1:{port}"
 
 
 async def test_a_certificate_that_has_ended_is_named_to_the_operator(

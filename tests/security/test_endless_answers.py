@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.node.coordinator_world import ANNA, COORDINATOR, make_run
 from tests.node.http_server import LEASE, client_of, served
+from tests.raw_server_world import raw_server
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web import http_peer
@@ -39,17 +40,14 @@ async def pouring(first: bytes, rest: bytes) -> AsyncIterator[str]:
     """Answer each request with `first`, and then with `rest` again and again; yield the URL."""
 
     async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(first)
-            while True:
-                writer.write(rest)
-                await writer.drain()
-        writer.close()
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(first)
+        while True:
+            writer.write(rest)
+            await writer.drain()
 
-    listener = await asyncio.start_server(pour, "127.0.0.1", 0)
-    async with listener:
-        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with raw_server(pour) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.parametrize("name", ENDLESS)
@@ -79,17 +77,13 @@ async def test_a_body_in_tiny_chunks_is_not_read(chunk_bytes: int, is_read: bool
     first = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + 2**14 * chunk + b"0\r\n\r\n"
 
     async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            await reader.readuntil(b"\r\n\r\n")
-            writer.write(first)
-            await writer.drain()
-        writer.close()
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(first)
+        await writer.drain()
 
     async with (
-        await asyncio.start_server(answered, "127.0.0.1", 0) as listener,
-        HttpClient(
-            f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", run=RUN.digest, clock=SystemClock()
-        ) as client,
+        raw_server(answered) as port,
+        HttpClient(f"http://127.0.0.1:{port}", run=RUN.digest, clock=SystemClock()) as client,
     ):
         reading = client.blob(digest_of(b"x" * 2**14 * chunk_bytes))
         if is_read:

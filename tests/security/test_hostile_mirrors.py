@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.node.coordinator_world import ANNA
 from tests.node.swarm_world import Swarm, swarm
+from tests.raw_server_world import raw_server
 from tests.time_world import until
 
 from prime_node.adapters.system_clock import SystemClock
@@ -30,29 +31,14 @@ class Mirror:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        serving: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            serving[task] = writer
-            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                while head := await reader.readuntil(b"\r\n\r\n"):
-                    path = head.split(b" ")[1].decode()
-                    self.asked.append(path)
-                    await self.answer(path, writer)
-            writer.transport.abort()
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                path = head.split(b" ")[1].decode()
+                self.asked.append(path)
+                await self.answer(path, writer)
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        try:
-            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        finally:
-            server.close()
-            for task, writer in serving.items():
-                task.cancel()
-                writer.transport.abort()
-            await asyncio.gather(*serving, return_exceptions=True)
-            await asyncio.sleep(0)
+        async with raw_server(serve) as port:
+            yield f"http://127.0.0.1:{port}"
 
 
 async def reply(writer: asyncio.StreamWriter, body: bytes, status: int = 200, length: int | None = None) -> None:

@@ -12,6 +12,7 @@ from aiohttp.abc import ResolveResult
 from tests.node.coordinator_world import ANNA, make_run
 from tests.node.http_server import served
 from tests.node.proxy_world import ForwardProxy, forward_proxy
+from tests.raw_server_world import raw_server
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
@@ -92,11 +93,11 @@ async def test_a_tunnel_leads_to_the_address_that_was_checked_and_names_the_serv
     context.sni_callback = lambda _, name, __: named.append(name)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
+        """Answer nothing."""
 
     async with (
-        await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as public,
-        forward_proxy(public.sockets[0].getsockname()[1]) as proxy,
+        raw_server(answer, tls=context) as public,
+        forward_proxy(public) as proxy,
     ):
         monkeypatch.setenv("https_proxy", proxy.url)
         async with client_of("https://run.example", "https://further.example") as client:

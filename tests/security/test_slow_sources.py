@@ -12,6 +12,7 @@ from typing import NoReturn
 import pytest
 from tests.node.table_engine import table_weights
 from tests.node.worker_world import MODEL_FILES, MemorySource, following, make_follower, make_run
+from tests.raw_server_world import raw_server
 from tests.time_world import VirtualClock, until
 
 from prime_node.adapters.system_clock import SystemClock
@@ -88,27 +89,15 @@ def publishing(num_policies: int) -> MemorySource:
 async def dripping() -> AsyncIterator[tuple[str, list[str]]]:
     """Begin an answer of a megabyte to each HTTP request, and never end it; yield the URL and the requested paths."""
     asked: list[str] = []
-    serving: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        serving.add(task)
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-            asked.append((await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode())
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1048576\r\n\r\n ")
-            await writer.drain()
-            await reader.read()  # until the client gives up
-        writer.transport.abort()
+        asked.append((await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode())
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1048576\r\n\r\n ")
+        await writer.drain()
+        await reader.read()  # until the client gives up
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", asked
-    finally:
-        server.close()
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
+    async with raw_server(serve) as port:
+        yield f"http://127.0.0.1:{port}", asked
 
 
 async def test_a_peer_that_sends_its_head_slowly_delays_no_policy_of_an_honest_source(tmp_path: Path) -> None:
