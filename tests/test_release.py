@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import subprocess
@@ -59,3 +60,13 @@ def test_an_index_would_render_the_readme(packages: Any, tmp_path: Path) -> None
         RELEASE["renders"](packages, tmp_path)
     except RELEASE["NotPossible"] as reason:
         pytest.skip(str(reason))
+
+
+def test_an_audit_without_an_answer_for_one_package_still_names_the_unsafe_ones() -> None:
+    rows = [
+        {"name": "old", "version": "1.0", "vulns": [{"id": "PYSEC-2026-1", "fix_versions": ["1.1"], "aliases": []}]},
+        {"name": "own", "skip_reason": "Dependency not found on PyPI and could not be audited: own (1.0)"},
+        {"name": "safe", "version": "2.0", "vulns": []},
+    ]
+    report = json.dumps({"dependencies": rows, "fixes": []})
+    assert RELEASE["unsafe_and_unknown"](report) == (["old 1.0: PYSEC-2026-1"], ["own"])
