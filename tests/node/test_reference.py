@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.node.batch_coordinator import write_model
 from tests.node.trainer_world import CONFIG, check_kill_in_a_step, rows
+from tests.tensors_world import held_bytes
 
 from prime_node.adapters.models.lora import LoraSettings
 from prime_node.adapters.training.chosen_logprobs import in_blocks, of_logits
@@ -159,9 +160,9 @@ def test_the_reference_stays_while_the_policy_moves_and_survives_a_checkpoint(
 ) -> None:
     model, aipo = write_model(tmp_path / "model"), find_loss("aipo")
     backend = TorchBackend(model, lora=lora)
-    held, before = backend.state_bytes(), backend.logprobs(BATCH)
+    held, before = held_bytes(), backend.logprobs(BATCH)
     backend.keep_policy(KeptPolicy.REFERENCE)
-    copied = backend.state_bytes() - held
+    copied = held_bytes() - held
     if lora is None:
         assert copied == 2 * sum(each.numel() for each in (backend.shared_tensors() or {}).values()), "2 bytes a weight"
     else:

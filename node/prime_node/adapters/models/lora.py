@@ -10,7 +10,7 @@ compute with W' rounded, and so do the layers here (merged_linear.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,11 +83,6 @@ class MergedWeights:
         self._rows = [
             local_rows(layer.base_layer.weight)[0].to(layer.merged_dtype, copy=True) for layer in self._layers
         ]
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The base's rows, in its own type."""
-        return self._rows
 
     @torch.no_grad()
     def merge(self) -> None:

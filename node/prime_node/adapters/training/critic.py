@@ -23,7 +23,7 @@ from prime_node.adapters.training.passes import Passes
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.sharding import Placement, local_rows
 from prime_node.adapters.training.torch_batch import Tallies, value_targets
-from prime_node.adapters.training.torch_optimizers import held_bytes, make_optimizer, set_learning_rate
+from prime_node.adapters.training.torch_optimizers import make_optimizer, set_learning_rate
 from prime_node.algo.shares import RankShare
 from prime_node.ports.train_backend import CriticSettings, CriticStats, TrainingDiverged
 from prime_protocol.weights import Weights
@@ -105,11 +105,6 @@ class Critic:
         explained = {"explained_variance": 1.0 - residual / spread} if spread > 0.0 else {}
         loss = self._ranks.sum([loss_sum])[0] / share.num_tokens
         return CriticStats(loss, norm, {**means, "returns_mean": mean, **explained})
-
-    def held_bytes(self) -> int:
-        """Return the bytes that this rank holds between steps."""
-        rows = (local_rows(each)[0] for each in self.tensors.values())
-        return held_bytes(self.optimizer) + sum(each.numel() * each.element_size() for each in rows)
 
 
 def value_losses(values_N: Tensor, old_N: Tensor, returns_N: Tensor, cliprange: float | None) -> tuple[Tensor, Tensor]:

@@ -51,14 +51,6 @@ class EightBitAdamW(AdamW8bit):
             _local(state[key]).copy_(_local(values[key]))
         self.state[parameter] = state
 
-    def held_bytes(self) -> int:
-        """Return the bytes that this rank holds."""
-        values = [_local(value) for state in self.state.values() for value in state.values()]
-        blocks = [value for value in values if isinstance(value, OptimState8bit)]
-        plain = [value for value in values if not isinstance(value, OptimState8bit)]
-        plain += [part for value in blocks for part in (value.codes, value.scale, value.qmap)]
-        return sum(part.numel() * part.element_size() for part in plain)
-
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

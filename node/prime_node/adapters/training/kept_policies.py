@@ -44,10 +44,6 @@ class KeptPolicies:
         """Return a kept policy by the names of the parameters; empty if none is kept."""
         return self._kept.get(which, {})
 
-    def held(self) -> list[Tensor]:
-        """Return all kept tensors."""
-        return [each for policy in self._kept.values() for each in policy.values()]
-
     @contextlib.contextmanager
     def in_place(self, which: KeptPolicy) -> Iterator[None]:
         """Give the parameters the kept values within the block. Raises LocalError if none are kept."""

@@ -40,7 +40,7 @@ from prime_node.adapters.training.saved_state import SavedState
 from prime_node.adapters.training.shard_copies import ShardCopies
 from prime_node.adapters.training.sharding import PLAIN, Placement, dealt, gathered, local_rows
 from prime_node.adapters.training.torch_batch import Tallies, credible, drift, loss_inputs
-from prime_node.adapters.training.torch_optimizers import held_bytes, make_optimizer, set_learning_rate
+from prime_node.adapters.training.torch_optimizers import make_optimizer, set_learning_rate
 from prime_node.algo.losses import LOG_RATIO_ABS
 from prime_node.algo.shares import Packing, PackingSettings, RankShare, shares
 from prime_node.broadcast.publish.encoder import WholeCopy
@@ -297,13 +297,6 @@ class TorchBackend:
         if self._ranks.count > 1 or self._placement.offload or self._lora is not None:
             return None
         return {name: local_rows(tensor)[0].detach() for name, tensor in self._policy.model.named_parameters()}
-
-    def state_bytes(self) -> int:
-        """Return the bytes that this rank holds between steps: its rows of the weights, and the optimizer's state for them."""
-        tensors = {id(each): each for each in (*self._policy.parameters(), *self._masters.tensors.values())}
-        held = [*(local_rows(each)[0] for each in (*tensors.values(), *self._kept.held())), *self._merged.tensors]
-        critic = 0 if self._critic is None else self._critic.held_bytes()
-        return critic + held_bytes(self._optimizer) + sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Return a function that writes the present state. A step that would change it before waits or copies it."""

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from prime_node.algo.registry import import_object
 from prime_node.ports.train_backend import OptimizerSettings
@@ -62,13 +61,3 @@ def put_state(optimizer: torch.optim.Optimizer, parameter: Tensor, values: dict[
         optimizer.state[parameter] = values
     else:
         compact(parameter, values)
-
-
-def held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that this rank holds of the optimizer's state."""
-    compact = getattr(optimizer, "held_bytes", None)
-    if compact is not None:
-        return int(compact())
-    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    held = [value.to_local() if isinstance(value, DTensor) else value for value in values]
-    return sum(value.numel() * value.element_size() for value in held)
