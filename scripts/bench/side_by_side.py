@@ -5,8 +5,8 @@
 The engine: SmolLM2-135M in bf16 on one thread, 32 slots, groups of 8 completions with long-tailed lengths. vLLM's own `LLM`
 generates in one call; a worker's engine generates lease by lease and signs a bundle for each lease as it is finished: with
 assigned seeds and proofs, and without both. After each pass of a worker's engine, plain vLLM generates as many tokens for each
-prompt as that pass did. All engines are warm. The bars compare tokens per processor second, of this process and the engine's own
-processes (an idle engine next to it does not count), in the best pass of each.
+prompt as that pass did. All engines are warm. The bars compare tokens per second of wall clock in the best pass of each, so run
+it on a quiet machine. Processor seconds are printed and have no bar: a waiting `LLM` may poll.
 
 The simulation (prime_lab): workers with 256 slots, a coordinator's own scheduler, log-normal lengths. Utilisation is slot seconds
 used over slot seconds between the second policy and the fourth last. Lag is compared with that of workers of the same speed in
@@ -79,7 +79,7 @@ class Pass:
 
     @property
     def tokens_per_s(self) -> float:
-        return self.tokens / self.cpu_s
+        return self.tokens / self.wall_s
 
 
 def children() -> set[psutil.Process]:
@@ -211,10 +211,8 @@ async def engine_checks(model: Path, size: Size) -> list[Check]:
             print(f"{name}: {pairs[-1][0]}, plain: {pairs[-1][1]}", flush=True)
         await engine.close()
         ours, plains = zip(*pairs, strict=True)
-        wall = max(one.tokens / one.wall_s for one in ours) / max(one.tokens / one.wall_s for one in plains)
-        print(f"{name}: {wall:.3f} of plain vLLM's tokens per second of wall clock (best passes)")
         ratio = max(one.tokens_per_s for one in ours) / max(one.tokens_per_s for one in plains)
-        found.append(at_least(f"{name}, side by side / plain LLM.generate, tokens per processor second", ratio, bar))
+        found.append(at_least(f"{name}, side by side / plain LLM.generate, tokens per second", ratio, bar))
     return found
 
 
