@@ -45,6 +45,7 @@ CUDA_PARTS = re.compile(r"(torch|triton|nvidia-[\w-]+|cuda-[\w-]+)==")
 FILE_BYTES_MAX = 64 << 20
 FILE_S_MAX = 600.0
 """Seconds for one file of a release: a source that sends a byte a minute would take years."""
+LINK_CHARS_MAX = 2**14
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,120}")
 VERSION = re.compile(r"\d{1,6}\.\d{1,6}\.\d{1,6}")
 
@@ -232,8 +233,8 @@ def make_environment(folder: Path, source: str, release: dict[str, Any], roles: 
 def starts(folder: Path, version: str, link: str) -> str:
     """Return why a version does not start or cannot work for a run; empty if it does."""
     program = str(folder / "bin" / "prime-node")
-    for command in ([program, "--version"], *([[program, "doctor", link, "--no-measure"]] if link else [])):
-        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    for command in ([program, "--version"], *([[program, "doctor", "-", "--no-measure"]] if link else [])):
+        ran = subprocess.run(command, input=link, capture_output=True, text=True, check=False)  # arguments are seen
         if ran.returncode != 0:
             last = (ran.stderr.strip() or ran.stdout.strip() or "no message").splitlines()[-1]
             return f"`{' '.join(['prime-node', *command[1:]])}` ended with {ran.returncode}: {last}"
@@ -341,14 +342,21 @@ def main() -> None:
         "--from", dest="source", default=str(Path(__file__).parent), help="folder or URL of the release"
     )
     parser.add_argument("--key", default=KEY, help="public key of the releases")
-    parser.add_argument("--link", default="", help="join link: the new version must be able to work for this run")
+    parser.add_argument(
+        "--link",
+        default="",
+        help="join link (-: from standard input): the new version must be able to work for this run",
+    )
     data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     parser.add_argument(
         "--to", type=Path, default=Path(data).expanduser() / "prime-node", help="folder of the versions"
     )
     parser.add_argument("--bin", type=Path, default=Path("~/.local/bin").expanduser(), help="folder of the command")
+    arguments = parser.parse_args()
+    if arguments.link == "-":
+        arguments.link = sys.stdin.readline(LINK_CHARS_MAX).strip()
     try:
-        print(install(parser.parse_args()))
+        print(install(arguments))
     except (Stop, KeyError, OSError, ValueError) as error:
         sys.exit(f"install: {shown(str(error))}")
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from prime_node.cli.installation import recorded_installation
+from prime_node.cli.place import given_link
 from prime_node.cli.say import say
 from prime_node.inside import read_inside
 from prime_protocol.errors import LocalError, RemoteError
@@ -30,7 +31,10 @@ def upgrade(
         str | None, typer.Option("--from", help="Folder or URL of the release [that of the last one].")
     ] = None,
     link: Annotated[
-        str, typer.Option(help="Join link: keep this version if the new one cannot work for that run.")
+        str,
+        typer.Option(
+            help="Join link: keep this version if the new one fails for that run; - reads it from standard input."
+        ),
     ] = "",
     check: Annotated[bool, typer.Option("--check", help="Show what is new, and install nothing.")] = False,
 ) -> None:
@@ -55,7 +59,7 @@ def upgrade(
     say(f"{release['version']} is there", *release["notes"].splitlines())
     if check:
         return
-    _run_installer(_read(where, INSTALLER), release, ["--from", where, "--link", link], folder, kept)
+    _run_installer(_read(where, INSTALLER), release, where, given_link(link), folder, kept)
 
 
 def _installation() -> tuple[Path, dict[str, Any]]:
@@ -135,9 +139,12 @@ def _downloaded(url: str) -> bytes:
 
 
 def _run_installer(
-    installer: bytes, release: dict[str, Any], arguments: list[str], folder: Path, kept: dict[str, Any]
+    installer: bytes, release: dict[str, Any], source: str, link: str, folder: Path, kept: dict[str, Any]
 ) -> None:
-    """Run the release's own installer, whose digest is signed. Raises LocalError if it changes nothing."""
+    """Run the release's own installer, whose digest is signed. Raises LocalError if it changes nothing.
+
+    It reads the link from standard input, because other users see arguments and a link may hold an invitation.
+    """
     from hashlib import sha256
 
     if sha256(installer).hexdigest() != release["files"].get(INSTALLER):
@@ -146,8 +153,9 @@ def _run_installer(
         program = Path(name) / "install.py"
         program.write_bytes(installer)
         roles = [word for role in kept["roles"] for word in ("--role", role)]
-        command = [_base_python(), "-I", str(program), *roles, "--key", kept["key"], "--bin", kept["bin"], *arguments]
-        ran = subprocess.run([*command, "--to", str(folder)], capture_output=True, text=True, check=False)
+        options = ["--key", kept["key"], "--bin", kept["bin"], "--from", source, "--link", "-", "--to", str(folder)]
+        command = [_base_python(), "-I", str(program), *roles, *options]
+        ran = subprocess.run(command, input=link, capture_output=True, text=True, check=False)
     if ran.returncode != 0:
         raise LocalError(ran.stderr.strip().removeprefix("install: ") or "the installer failed without a message")
     say(*ran.stdout.splitlines(), "a service uses the old version until `prime-node service install` is called again")
