@@ -277,3 +277,45 @@ def test_two_installations_do_not_remove_each_other_s_version(tmp_path: Path) ->
 def test_an_installation_by_other_means_says_what_can_upgrade_it() -> None:
     with pytest.raises(LocalError, match="only what made it can upgrade it"):
         upgrade()
+
+
+SEES = """
+import pathlib, sys
+def main():
+    if "--version" in sys.argv:
+        print("{version}")
+        return
+    seen = b""
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            seen += (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            pass
+    pathlib.Path("SEEN").write_bytes(seen)
+    sys.exit("no way to " + sys.stdin.readline())
+"""
+"""A new version whose doctor writes down all arguments and environments that it sees, and fails."""
+UPGRADES = "import sys; sys.prefix = sys.argv.pop(1); from prime_node.cli.main import main; main()"
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads the list of processes in /proc")
+def test_an_upgrade_shows_no_process_the_invitation(tmp_path: Path) -> None:
+    """Before, the installer and the doctor of the new version had it among their arguments, and the error repeated it."""
+    record = {"source": "nowhere", "key": KEY.public.raw.hex(), "roles": ["verifier"], "bin": str(tmp_path / "bin")}
+    (tmp_path / "install.json").write_text(json.dumps(record))
+    newer = release(tmp_path / "newer", "0.2.0", SEES.replace("SEEN", str(tmp_path / "seen")))
+    invite = "A" * 40
+    link = f"http://192.0.2.1:8400/#{'0' * 64}.{invite}"
+    place = str(tmp_path / "versions" / "0.1.0")
+    ran = subprocess.run(
+        [sys.executable, "-c", UPGRADES, place, "upgrade", "--from", str(newer), "--link", "-"],
+        input=f"{link}\n",
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert f"no way to {link}" in ran.stderr, ran.stderr  # the doctor got it
+    assert "`prime-node doctor - --no-measure` ended with 1" in ran.stderr
+    seen = (tmp_path / "seen").read_bytes()
+    assert f"{newer}\0--link\0-\0".encode() in seen
+    assert invite.encode() not in seen

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -10,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.test_install import KEY, release
 
 from prime_node.cli.doctor import trial_command
 from prime_node.cli.place import given_link, parse_link
@@ -54,47 +52,6 @@ def test_the_child_of_the_doctor_gets_no_invitation(tmp_path: Path) -> None:
     command = trial_command(f"http://192.0.2.1:8400/#{'0' * 64}.{INVITE}", tmp_path)
     assert f"http://192.0.2.1:8400/#{'0' * 64}" in command
     assert not any(INVITE in argument for argument in command)
-
-
-SEES = """
-import pathlib, sys
-def main():
-    if "--version" in sys.argv:
-        print("{version}")
-        return
-    seen = b""
-    for process in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            seen += (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-        except OSError:
-            pass
-    pathlib.Path("SEEN").write_bytes(seen)
-    sys.exit("no way to " + sys.stdin.readline())
-"""
-"""A new version whose doctor writes down all arguments and environments that it sees, and fails."""
-UPGRADES = "import sys; sys.prefix = sys.argv.pop(1); from prime_node.cli.main import main; main()"
-
-
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads the list of processes in /proc")
-def test_an_upgrade_shows_no_process_the_invitation(tmp_path: Path) -> None:
-    """Before, the installer and the doctor of the new version had it among their arguments, and the error repeated it."""
-    record = {"source": "nowhere", "key": KEY.public.raw.hex(), "roles": ["verifier"], "bin": str(tmp_path / "bin")}
-    (tmp_path / "install.json").write_text(json.dumps(record))
-    newer = release(tmp_path / "newer", "0.2.0", SEES.replace("SEEN", str(tmp_path / "seen")))
-    link = f"http://192.0.2.1:8400/#{'0' * 64}.{INVITE}"
-    place = str(tmp_path / "versions" / "0.1.0")
-    ran = subprocess.run(
-        [sys.executable, "-c", UPGRADES, place, "upgrade", "--from", str(newer), "--link", "-"],
-        input=f"{link}\n",
-        env={**os.environ, "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert f"no way to {link}" in ran.stderr, ran.stderr  # the doctor got it
-    assert "`prime-node doctor - --no-measure` ended with 1" in ran.stderr
-    seen = (tmp_path / "seen").read_bytes()
-    assert f"{newer}\0--link\0-\0".encode() in seen
-    assert INVITE.encode() not in seen
 
 
 def _arguments(process: Path) -> bytes:
