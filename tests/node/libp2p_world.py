@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import functools
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -18,7 +19,34 @@ from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.peer.id import ID
 from libp2p.security.noise.transport import Transport
 
+Test = Callable[..., Awaitable[None]]
+
 ANNA, BEN = create_new_key_pair(b"a" * 32), create_new_key_pair(b"b" * 32)
+
+
+def on_trio(test: Test) -> Callable[..., None]:
+    """Run a test in a trio loop, for at most 20 seconds."""
+
+    @functools.wraps(test)
+    def run(**arguments: object) -> None:
+        async def bounded() -> None:
+            with trio.fail_after(20):
+                await test(**arguments)
+
+        trio.run(bounded)
+
+    return run
+
+
+def on_virtual_trio(test: Test) -> Callable[..., None]:
+    """Run a test in a trio loop whose time passes only in waits."""
+
+    @functools.wraps(test)
+    def run(**arguments: object) -> None:
+        bound = functools.partial(test, **arguments)
+        trio.run(bound, clock=trio.testing.MockClock(autojump_threshold=0))
+
+    return run
 
 
 class Dripping(TrioTCPStream):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
 pytest.importorskip("libp2p", reason="libp2p could not be built on this machine")
 
-import trio
 from libp2p import new_host
 from libp2p.abc import IHost
 from libp2p.crypto.ed25519 import create_new_key_pair
@@ -24,6 +23,7 @@ from libp2p.peer.peerstore import create_signed_peer_record
 from libp2p.tools.anyio_service import background_trio_service
 from libp2p.utils.varint import encode_varint_prefixed, read_varint_prefixed_bytes_limited
 from multiaddr import Multiaddr
+from tests.node.libp2p_world import on_trio
 
 from prime_node.adapters.peers import libp2p_hints
 from prime_node.adapters.peers.libp2p_bounds import PEER_ID_BYTES_MAX, TABLE_MESSAGE_BYTES_MAX
@@ -34,29 +34,25 @@ from prime_protocol.digest import digest_of
 from prime_protocol.identity import SigningKey
 
 
-def on_trio(talk: Callable[[IHost, IHost, IHost], Awaitable[None]]) -> None:
-    """Run `talk` with a host of ours that takes part in the table, a stranger and an honest peer of another network."""
-
-    async def bounded() -> None:
-        ours = make_host(SigningKey(bytes([1]) * 32), PeerSettings())
-        stranger, honest = (new_host(key_pair=create_new_key_pair(bytes([number]) * 32)) for number in (2, 3))
-        seen = {str(stranger.get_id()): ["198.51.100.7"], str(honest.get_id()): ["203.0.113.7"]}
-        hints = hints_of(ours, seen)
-        with trio.fail_after(20):
-            async with (
-                ours.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]),
-                stranger.run([]),
-                honest.run([]),
-                background_trio_service(hints.table),
-            ):
-                for peer in (stranger, honest):
-                    await peer.connect(PeerInfo(ours.get_id(), ours.get_transport_addrs()))
-                await talk(ours, stranger, honest)
-                for peer in (stranger, honest):
-                    await ours.get_network().close_peer(peer.get_id())
-                    await peer.get_network().close_peer(ours.get_id())
-
-    trio.run(bounded)
+@asynccontextmanager
+async def three_hosts() -> AsyncIterator[tuple[IHost, IHost, IHost]]:
+    """A host of ours that takes part in the table, a stranger and an honest peer of another network."""
+    ours = make_host(SigningKey(bytes([1]) * 32), PeerSettings())
+    stranger, honest = (new_host(key_pair=create_new_key_pair(bytes([number]) * 32)) for number in (2, 3))
+    seen = {str(stranger.get_id()): ["198.51.100.7"], str(honest.get_id()): ["203.0.113.7"]}
+    hints = hints_of(ours, seen)
+    async with (
+        ours.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]),
+        stranger.run([]),
+        honest.run([]),
+        background_trio_service(hints.table),
+    ):
+        for peer in (stranger, honest):
+            await peer.connect(PeerInfo(ours.get_id(), ours.get_transport_addrs()))
+        yield ours, stranger, honest
+        for peer in (stranger, honest):
+            await ours.get_network().close_peer(peer.get_id())
+            await peer.get_network().close_peer(ours.get_id())
 
 
 def hints_of(host: IHost, seen: dict[str, list[str]]) -> Hints:
@@ -86,26 +82,23 @@ async def ask(asker: IHost, asked: IHost) -> Message:
     return answer
 
 
-def test_streams_of_one_network_that_ask_nothing_leave_places_for_others() -> None:
-    async def talk(ours: IHost, stranger: IHost, honest: IHost) -> None:
+@on_trio
+async def test_streams_of_one_network_that_ask_nothing_leave_places_for_others() -> None:
+    async with three_hosts() as (ours, stranger, honest):
         for _ in range(libp2p_hints.STREAMS_NETWORK_MAX):
             await stranger.new_stream(ours.get_id(), [PROTOCOL_ID])
         with pytest.raises((StreamFailure, StreamError)):
             await ask(stranger, ours)
         assert (await ask(honest, ours)).type == Message.FIND_NODE
 
-    on_trio(talk)
 
-
-def test_a_stream_that_asks_nothing_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_trio
+async def test_a_stream_that_asks_nothing_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libp2p_hints, "STREAM_S_MAX", 0.2)
-
-    async def talk(ours: IHost, stranger: IHost, honest: IHost) -> None:
+    async with three_hosts() as (ours, stranger, _):
         stream = await stranger.new_stream(ours.get_id(), [PROTOCOL_ID])
         with pytest.raises(StreamError):
             await stream.read(1)
-
-    on_trio(talk)
 
 
 async def tell(asker: IHost, asked: IHost, message: Message) -> Message | None:
@@ -120,26 +113,24 @@ async def tell(asker: IHost, asked: IHost, message: Message) -> Message | None:
     return answer
 
 
-def test_a_peer_id_of_any_length_does_not_stop_the_links() -> None:
+@on_trio
+async def test_a_peer_id_of_any_length_does_not_stop_the_links() -> None:
     """Before, one message of 400 kB occupied the thread of all links for two minutes, one of 4 MiB for hours."""
     for length in (TABLE_MESSAGE_BYTES_MAX - 200, 400_000):
         message = Message(type=Message.ADD_PROVIDER, key=b"k" * 32)
         message.providerPeers.add(id=b"x" * length)
-
-        async def talk(ours: IHost, stranger: IHost, honest: IHost, message: Message = message) -> None:
+        async with three_hosts() as (ours, stranger, honest):
             await tell(stranger, ours, message)
             assert (await ask(honest, ours)).type == Message.FIND_NODE
-
-        on_trio(talk)
     with pytest.raises(ValueError, match="a peer id of 65 bytes"):
         ID(b"x" * (PEER_ID_BYTES_MAX + 1))
 
 
-def test_the_table_keeps_no_signed_record_and_few_addresses_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_trio
+async def test_the_table_keeps_no_signed_record_and_few_addresses_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, it kept 4 MiB for each key, and sent those of twenty peers to all that asked for peers."""
     monkeypatch.setattr(libp2p_hints, "KEYS_MAX", 4)
-
-    async def talk(ours: IHost, stranger: IHost, honest: IHost) -> None:
+    async with three_hosts() as (ours, stranger, honest):
         many = [Multiaddr(f"/ip4/127.1.{number // 256}.{number % 256}/tcp/1") for number in range(1_000)]
         record = create_signed_peer_record(stranger.get_id(), many, stranger.get_private_key()).marshal_envelope()
         for number in range(6):
@@ -157,8 +148,6 @@ def test_the_table_keeps_no_signed_record_and_few_addresses_of_a_peer(monkeypatc
             "no network drops a digest for another of its own"
         )
         assert len(providers[3][0].addrs) <= limits.PEER_ADDRESSES_MAX + 1
-
-    on_trio(talk)
 
 
 def test_records_of_one_network_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,44 +176,37 @@ def test_records_of_one_network_leave_places_for_others(monkeypatch: pytest.Monk
     assert honest < providers(b"run")
 
 
-def test_no_record_that_a_stranger_left_here_ends_a_search_and_no_answer_fills_it() -> None:
+@on_trio
+async def test_no_record_that_a_stranger_left_here_ends_a_search_and_no_answer_fills_it() -> None:
     """Before, a host that had any record of a digest, its own included, asked no other peer."""
-
-    async def talk() -> None:
-        seen: dict[str, list[str]] = {}
-        hosts = [make_host(SigningKey(bytes([number]) * 32), PeerSettings()) for number in (1, 2, 3)]
-        ours, honest, liar = hosts
-        parts = [hints_of(host, seen) for host in hosts]
-        key = _encode_key(digest_of(f"{'a' * 64} {'d' * 64}".encode()))
-        friend = named(100, "1.1.1.1")
-        parts[1].table.provider_store.add_provider(key, friend)
-        left_here = named(300, "8.8.8.8")
-        for victim in (friend, left_here):
-            lie = PeerInfo(victim.peer_id, [Multiaddr(f"/ip4/66.6.6.{last}/tcp/1") for last in (1, 2)])
-            parts[2].table.provider_store.add_provider(key, lie)
-        for number in range(18):
-            lie = named(200 + number, f"93.{number}.0.1")
-            seen[str(lie.peer_id)] = [f"93.{number}.0.1"]
-            parts[2].table.provider_store.add_provider(key, lie)
-        parts[0].table.provider_store.add_provider(key, left_here)
-        parts[0].table.provider_store.add_provider(key, PeerInfo(ours.get_id(), [Multiaddr("/ip4/8.8.4.4/tcp/1")]))
-        async with AsyncExitStack() as stack:
-            for host, part in zip(hosts, parts, strict=True):
-                await stack.enter_async_context(host.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]))
-                await stack.enter_async_context(background_trio_service(part.table))
-            for other in (honest, liar):
-                await ours.connect(PeerInfo(other.get_id(), other.get_transport_addrs()))
-                assert await parts[0].table.add_peer(other.get_id())
-            found = {hint.peer: hint.addresses for hint in await parts[0].providers("d" * 64)}
-            assert str(friend.peer_id) in list(found)[:3]
-            assert len(found) == 1 + libp2p_hints.OF_ONE_ANSWER_MAX - 2 + 1
-            assert "/ip4/1.1.1.1/tcp/4001" in found[str(friend.peer_id)], "a lie about a peer hides no answer about it"
-            assert found[str(left_here.peer_id)][0] == "/ip4/8.8.8.8/tcp/4001", "what this host has seen comes first"
-            for other in (honest, liar):
-                await ours.get_network().close_peer(other.get_id())
-
-    async def bounded() -> None:
-        with trio.fail_after(20):
-            await talk()
-
-    trio.run(bounded)
+    seen: dict[str, list[str]] = {}
+    hosts = [make_host(SigningKey(bytes([number]) * 32), PeerSettings()) for number in (1, 2, 3)]
+    ours, honest, liar = hosts
+    parts = [hints_of(host, seen) for host in hosts]
+    key = _encode_key(digest_of(f"{'a' * 64} {'d' * 64}".encode()))
+    friend = named(100, "1.1.1.1")
+    parts[1].table.provider_store.add_provider(key, friend)
+    left_here = named(300, "8.8.8.8")
+    for victim in (friend, left_here):
+        lie = PeerInfo(victim.peer_id, [Multiaddr(f"/ip4/66.6.6.{last}/tcp/1") for last in (1, 2)])
+        parts[2].table.provider_store.add_provider(key, lie)
+    for number in range(18):
+        lie = named(200 + number, f"93.{number}.0.1")
+        seen[str(lie.peer_id)] = [f"93.{number}.0.1"]
+        parts[2].table.provider_store.add_provider(key, lie)
+    parts[0].table.provider_store.add_provider(key, left_here)
+    parts[0].table.provider_store.add_provider(key, PeerInfo(ours.get_id(), [Multiaddr("/ip4/8.8.4.4/tcp/1")]))
+    async with AsyncExitStack() as stack:
+        for host, part in zip(hosts, parts, strict=True):
+            await stack.enter_async_context(host.run([Multiaddr("/ip4/127.0.0.1/tcp/0")]))
+            await stack.enter_async_context(background_trio_service(part.table))
+        for other in (honest, liar):
+            await ours.connect(PeerInfo(other.get_id(), other.get_transport_addrs()))
+            assert await parts[0].table.add_peer(other.get_id())
+        found = {hint.peer: hint.addresses for hint in await parts[0].providers("d" * 64)}
+        assert str(friend.peer_id) in list(found)[:3]
+        assert len(found) == 1 + libp2p_hints.OF_ONE_ANSWER_MAX - 2 + 1
+        assert "/ip4/1.1.1.1/tcp/4001" in found[str(friend.peer_id)], "a lie about a peer hides no answer about it"
+        assert found[str(left_here.peer_id)][0] == "/ip4/8.8.8.8/tcp/4001", "what this host has seen comes first"
+        for other in (honest, liar):
+            await ours.get_network().close_peer(other.get_id())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -20,7 +20,7 @@ from libp2p.peer.peerinfo import PeerInfo
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from libp2p.stream_muxer.yamux import yamux as library
 from multiaddr import Multiaddr
-from tests.node.libp2p_world import sessions
+from tests.node.libp2p_world import on_trio, on_virtual_trio, sessions
 
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_noise import SMALL_RECORDS, SMALL_RECORDS_S, Noise
@@ -35,14 +35,6 @@ HEADER = library.struct.Struct(library.YAMUX_HEADER_FORMAT)
 MANY = 3 * limits.PEER_STREAMS_MAX
 
 
-def on_trio(talk: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with trio.fail_after(20):
-            await talk()
-
-    trio.run(bounded)
-
-
 @asynccontextmanager
 async def linked() -> AsyncIterator[tuple[IHost, IHost]]:
     """A stranger with the library's own host, linked to a host of ours."""
@@ -54,95 +46,89 @@ async def linked() -> AsyncIterator[tuple[IHost, IHost]]:
             await one.get_network().close_peer(other.get_id())
 
 
-def test_the_other_side_opens_a_bounded_number_of_streams_and_more_once_some_have_ended() -> None:
-    async def talk() -> None:
-        dialled, listened = await sessions(Noise, Noise)
-        link = Yamux(listened, listened.get_remote_peer(), is_initiator=False)
-        answers: dict[int, list[int]] = {}
+@on_trio
+async def test_the_other_side_opens_a_bounded_number_of_streams_and_more_once_some_have_ended() -> None:
+    dialled, listened = await sessions(Noise, Noise)
+    link = Yamux(listened, listened.get_remote_peer(), is_initiator=False)
+    answers: dict[int, list[int]] = {}
 
-        async def read() -> None:
-            with suppress(IOException):
-                while True:
-                    _, _, flags, name, _ = HEADER.unpack(await dialled.read(HEADER.size))
-                    answers.setdefault(flags, []).append(name)
+    async def read() -> None:
+        with suppress(IOException):
+            while True:
+                _, _, flags, name, _ = HEADER.unpack(await dialled.read(HEADER.size))
+                answers.setdefault(flags, []).append(name)
 
-        async def write(flags: int, names: range) -> None:
-            for name in names:
-                await dialled.write(HEADER.pack(0, library.TYPE_WINDOW_UPDATE, flags, name, 0))
+    async def write(flags: int, names: range) -> None:
+        for name in names:
+            await dialled.write(HEADER.pack(0, library.TYPE_WINDOW_UPDATE, flags, name, 0))
 
-        async def until(flags: int, number: int) -> None:
-            while len(answers.get(flags, ())) < number:
-                await trio.lowlevel.checkpoint()
+    async def until(flags: int, number: int) -> None:
+        while len(answers.get(flags, ())) < number:
+            await trio.lowlevel.checkpoint()
 
-        async def accept() -> None:
-            with suppress(MuxedConnUnavailable):
-                while True:
-                    await link.accept_stream()
+    async def accept() -> None:
+        with suppress(MuxedConnUnavailable):
+            while True:
+                await link.accept_stream()
 
-        first, last = range(1, 2 * MANY, 2), range(1_001, 1_001 + 20, 2)
-        async with trio.open_nursery() as nursery:
-            for task in (link.start, read, accept):
-                nursery.start_soon(task)
-            await write(library.FLAG_SYN, first)
-            await until(library.FLAG_RST, MANY - limits.PEER_STREAMS_MAX)
-            assert answers[library.FLAG_ACK] == list(first)[: limits.PEER_STREAMS_MAX]
-            assert answers[library.FLAG_RST] == list(first)[limits.PEER_STREAMS_MAX :]
-            assert len(link.streams) == limits.PEER_STREAMS_MAX
-            await write(library.FLAG_RST, first[: len(last)])
-            await write(library.FLAG_SYN, last)
-            await until(library.FLAG_ACK, limits.PEER_STREAMS_MAX + len(last))
-            assert len(link.streams) == limits.PEER_STREAMS_MAX
-            await write(library.FLAG_SYN, range(2, 3))  # a number of our own streams
-            await link.event_closed.wait()
-            nursery.cancel_scope.cancel()
-
-    on_trio(talk)
+    first, last = range(1, 2 * MANY, 2), range(1_001, 1_001 + 20, 2)
+    async with trio.open_nursery() as nursery:
+        for task in (link.start, read, accept):
+            nursery.start_soon(task)
+        await write(library.FLAG_SYN, first)
+        await until(library.FLAG_RST, MANY - limits.PEER_STREAMS_MAX)
+        assert answers[library.FLAG_ACK] == list(first)[: limits.PEER_STREAMS_MAX]
+        assert answers[library.FLAG_RST] == list(first)[limits.PEER_STREAMS_MAX :]
+        assert len(link.streams) == limits.PEER_STREAMS_MAX
+        await write(library.FLAG_RST, first[: len(last)])
+        await write(library.FLAG_SYN, last)
+        await until(library.FLAG_ACK, limits.PEER_STREAMS_MAX + len(last))
+        assert len(link.streams) == limits.PEER_STREAMS_MAX
+        await write(library.FLAG_SYN, range(2, 3))  # a number of our own streams
+        await link.event_closed.wait()
+        nursery.cancel_scope.cancel()
 
 
-def test_streams_that_are_reset_at_once_start_a_bounded_number_of_handlers() -> None:
-    async def talk() -> None:
-        running = 0
+@on_trio
+async def test_streams_that_are_reset_at_once_start_a_bounded_number_of_handlers() -> None:
+    running = 0
 
-        async def work_on(stream: INetStream) -> None:
-            nonlocal running
-            running += 1
-            await trio.sleep_forever()
+    async def work_on(stream: INetStream) -> None:
+        nonlocal running
+        running += 1
+        await trio.sleep_forever()
 
-        async with linked() as (stranger, ours):
-            ours.set_stream_handler(PROTOCOL, work_on)
-            refused = 0
-            for _ in range(MANY):
-                try:
-                    stream = await stranger.new_stream(ours.get_id(), [PROTOCOL])
-                    await stream.reset()
-                except (StreamFailure, StreamError):
-                    refused += 1
-            assert running == limits.PEER_STREAMS_MAX
-            assert refused == MANY - running
-
-    on_trio(talk)
+    async with linked() as (stranger, ours):
+        ours.set_stream_handler(PROTOCOL, work_on)
+        refused = 0
+        for _ in range(MANY):
+            try:
+                stream = await stranger.new_stream(ours.get_id(), [PROTOCOL])
+                await stream.reset()
+            except (StreamFailure, StreamError):
+                refused += 1
+        assert running == limits.PEER_STREAMS_MAX
+        assert refused == MANY - running
 
 
-def test_requests_that_are_too_long_wait_for_their_refusals() -> None:
+@on_trio
+async def test_requests_that_are_too_long_wait_for_their_refusals() -> None:
     """Before, each of them began a task: nine bytes of a stranger cost 3 kB, without a bound."""
 
-    async def talk() -> None:
-        async def answer(peer: str, payload: bytes) -> bytes:
-            return payload
+    async def answer(peer: str, payload: bytes) -> bytes:
+        return payload
 
-        async with linked() as (stranger, ours), trio.open_nursery() as nursery:
-            Streams(ours, nursery).serve(PROTOCOL, answer, request_bytes_max=0)
-            stream = await stranger.new_stream(ours.get_id(), [PROTOCOL])
-            num_tasks = trio.lowlevel.current_statistics().tasks_living
-            await stream.write(b"".join(pack_request(number, b"x") for number in range(5_000)))
-            for number in range(3):
-                header = parse_reply_header(await _read(stream, REPLY_HEADER_BYTES))
-                await _read(stream, header.num_bytes)
-                assert (header.number, header.refused) == (number, True)
-            assert trio.lowlevel.current_statistics().tasks_living < num_tasks + 50
-            await stream.reset()
-
-    on_trio(talk)
+    async with linked() as (stranger, ours), trio.open_nursery() as nursery:
+        Streams(ours, nursery).serve(PROTOCOL, answer, request_bytes_max=0)
+        stream = await stranger.new_stream(ours.get_id(), [PROTOCOL])
+        num_tasks = trio.lowlevel.current_statistics().tasks_living
+        await stream.write(b"".join(pack_request(number, b"x") for number in range(5_000)))
+        for number in range(3):
+            header = parse_reply_header(await _read(stream, REPLY_HEADER_BYTES))
+            await _read(stream, header.num_bytes)
+            assert (header.number, header.refused) == (number, True)
+        assert trio.lowlevel.current_statistics().tasks_living < num_tasks + 50
+        await stream.reset()
 
 
 class _Answering:
@@ -162,21 +148,18 @@ class _Answering:
         return data
 
 
-def test_replies_to_no_request_leave_the_thread_to_other_links() -> None:
+@on_trio
+async def test_replies_to_no_request_leave_the_thread_to_other_links() -> None:
     """Before, a megabyte of them took the thread for seconds."""
-
-    async def talk() -> None:
-        replies = b"".join(pack_answer(number, b"") for number in range(500))
-        stream, turns = _Answering(replies), 0
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(AskingStream(stream, "peer").read_replies)
-            while not stream.is_read:
-                await trio.lowlevel.checkpoint()
-                turns += 1
-            assert turns > 400
-            nursery.cancel_scope.cancel()
-
-    on_trio(talk)
+    replies = b"".join(pack_answer(number, b"") for number in range(500))
+    stream, turns = _Answering(replies), 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(AskingStream(stream, "peer").read_replies)
+        while not stream.is_read:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+        assert turns > 400
+        nursery.cancel_scope.cancel()
 
 
 async def _read(stream: INetStream, num_bytes: int) -> bytes:
@@ -186,52 +169,44 @@ async def _read(stream: INetStream, num_bytes: int) -> bytes:
     return data
 
 
-def test_streams_that_both_sides_have_finished_with_do_not_count() -> None:
-    async def talk() -> None:
-        async def read_to_the_end(stream: INetStream) -> None:
-            with pytest.raises(StreamError):
-                await stream.read(1)  # and leaves its own half open, as the library's handlers do
+@on_trio
+async def test_streams_that_both_sides_have_finished_with_do_not_count() -> None:
+    async def read_to_the_end(stream: INetStream) -> None:
+        with pytest.raises(StreamError):
+            await stream.read(1)  # and leaves its own half open, as the library's handlers do
 
-        async with linked() as (stranger, ours):
-            ours.set_stream_handler(PROTOCOL, read_to_the_end)
-            for _ in range(MANY):
-                stream = await stranger.new_stream(ours.get_id(), [PROTOCOL])
-                await stream.close()
-
-    on_trio(talk)
+    async with linked() as (stranger, ours):
+        ours.set_stream_handler(PROTOCOL, read_to_the_end)
+        for _ in range(MANY):
+            stream = await stranger.new_stream(ours.get_id(), [PROTOCOL])
+            await stream.close()
 
 
-def test_small_frames_are_processed_at_a_bounded_rate() -> None:
+@on_virtual_trio
+async def test_small_frames_are_processed_at_a_bounded_rate() -> None:
     """Before, one link that sent bare headers at 14 Mbit/s delayed the answers to all other links by half a second."""
-
-    async def talk() -> None:
-        _, listened = await sessions(Noise, Noise)
-        for frame, turns in (
-            (HEADER.pack(0, library.TYPE_WINDOW_UPDATE, 0, 999, 1), 8),
-            (HEADER.pack(0, library.TYPE_DATA, 0, 999, 1) + b"x", 8),
-            (HEADER.pack(0, library.TYPE_DATA, 0, 999, SMALL_BYTES) + bytes(SMALL_BYTES), 0),
-        ):
-            link = Yamux(listened, listened.get_remote_peer(), is_initiator=False)
-            began_s = trio.current_time()
-            await link.take_in(9 * SMALL_FRAMES * frame)
-            assert trio.current_time() - began_s == pytest.approx(turns * SMALL_S)
-
-    trio.run(talk, clock=trio.testing.MockClock(autojump_threshold=0))  # time passes only in waits
+    _, listened = await sessions(Noise, Noise)
+    for frame, turns in (
+        (HEADER.pack(0, library.TYPE_WINDOW_UPDATE, 0, 999, 1), 8),
+        (HEADER.pack(0, library.TYPE_DATA, 0, 999, 1) + b"x", 8),
+        (HEADER.pack(0, library.TYPE_DATA, 0, 999, SMALL_BYTES) + bytes(SMALL_BYTES), 0),
+    ):
+        link = Yamux(listened, listened.get_remote_peer(), is_initiator=False)
+        began_s = trio.current_time()
+        await link.take_in(9 * SMALL_FRAMES * frame)
+        assert trio.current_time() - began_s == pytest.approx(turns * SMALL_S)
 
 
 @pytest.mark.parametrize("content", [b"", b"x"])
-def test_small_records_are_opened_at_a_bounded_rate(content: bytes) -> None:
+@on_virtual_trio
+async def test_small_records_are_opened_at_a_bounded_rate(content: bytes) -> None:
     """Before, empty records, which no stream's window bounds, took 74 % of a core at 5 MB/s."""
-
-    async def talk() -> None:
-        dialled, listened = await sessions(Noise, Noise)
-        sealed = [dialled.cipher.encrypt(part) for part in (*9 * SMALL_RECORDS * [content], b"the end")]
-        records = b"".join(len(one).to_bytes(2, "big") + one for one in sealed)
-        began_s, num_bytes = trio.current_time(), 0
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(dialled.raw.write, records)
-            while num_bytes < 9 * SMALL_RECORDS * len(content) + len(b"the end"):
-                num_bytes += len(await listened.read())
-        assert trio.current_time() - began_s == pytest.approx(8 * SMALL_RECORDS_S)
-
-    trio.run(talk, clock=trio.testing.MockClock(autojump_threshold=0))
+    dialled, listened = await sessions(Noise, Noise)
+    sealed = [dialled.cipher.encrypt(part) for part in (*9 * SMALL_RECORDS * [content], b"the end")]
+    records = b"".join(len(one).to_bytes(2, "big") + one for one in sealed)
+    began_s, num_bytes = trio.current_time(), 0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(dialled.raw.write, records)
+        while num_bytes < 9 * SMALL_RECORDS * len(content) + len(b"the end"):
+            num_bytes += len(await listened.read())
+    assert trio.current_time() - began_s == pytest.approx(8 * SMALL_RECORDS_S)

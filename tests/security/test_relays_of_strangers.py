@@ -27,6 +27,7 @@ from libp2p.relay.circuit_v2.resources import RelayLimits
 from libp2p.relay.circuit_v2.utils import read_delimited_msg, write_delimited_msg
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
+from tests.node.libp2p_world import on_trio, on_virtual_trio
 
 from prime_node.adapters.peers import libp2p_relay
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
@@ -40,14 +41,6 @@ PLACES, SHARE = 4, 2
 BOUNDS = RelayLimits(duration=60, data=2**20, max_circuit_conns=PLACES, max_reservations=PLACES)
 Reserve = Callable[[IHost, ID | None], Awaitable[int]]
 """Function (asker, named peer) -> status."""
-
-
-def on_trio(talk: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        with trio.fail_after(20):
-            await talk()
-
-    trio.run(bounded)
 
 
 def invented(number: int) -> ID:
@@ -86,92 +79,78 @@ async def relay_of(*networks: str) -> AsyncIterator[tuple[IHost, list[IHost], Re
             await peer.get_network().close_peer(relay.get_id())
 
 
-def test_a_reservation_is_for_the_key_of_the_link_whatever_peer_it_names() -> None:
-    async def talk() -> None:
-        async with relay_of("198.51.100.7", "203.0.113.7") as (_, [stranger, honest], reserve):
-            for number in range(1, PLACES + 2):
-                assert await reserve(stranger, invented(number)) == StatusCode.OK
-            assert await reserve(honest, honest.get_id()) == StatusCode.OK
-
-    on_trio(talk)
+@on_trio
+async def test_a_reservation_is_for_the_key_of_the_link_whatever_peer_it_names() -> None:
+    async with relay_of("198.51.100.7", "203.0.113.7") as (_, [stranger, honest], reserve):
+        for number in range(1, PLACES + 2):
+            assert await reserve(stranger, invented(number)) == StatusCode.OK
+        assert await reserve(honest, honest.get_id()) == StatusCode.OK
 
 
-def test_one_network_has_a_share_of_the_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_trio
+async def test_one_network_has_a_share_of_the_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RELAY_NETWORK_MAX", SHARE)
-
-    async def talk() -> None:
-        networks = ["198.51.100.7"] * (SHARE + 1) + ["203.0.113.7"]
-        async with relay_of(*networks) as (relay, [*near, other], reserve):
-            assert [await reserve(peer, None) for peer in near[:SHARE]] == [StatusCode.OK] * SHARE
-            assert await reserve(near[SHARE], None) == StatusCode.RESOURCE_LIMIT_EXCEEDED
-            assert await reserve(near[0], None) == StatusCode.OK, "it renews its own"
-            assert await reserve(other, None) == StatusCode.OK
-            await relay.get_network().close_peer(near[0].get_id())
-            assert await reserve(near[SHARE], None) == StatusCode.OK, "a peer without a link makes room"
-
-    on_trio(talk)
+    networks = ["198.51.100.7"] * (SHARE + 1) + ["203.0.113.7"]
+    async with relay_of(*networks) as (relay, [*near, other], reserve):
+        assert [await reserve(peer, None) for peer in near[:SHARE]] == [StatusCode.OK] * SHARE
+        assert await reserve(near[SHARE], None) == StatusCode.RESOURCE_LIMIT_EXCEEDED
+        assert await reserve(near[0], None) == StatusCode.OK, "it renews its own"
+        assert await reserve(other, None) == StatusCode.OK
+        await relay.get_network().close_peer(near[0].get_id())
+        assert await reserve(near[SHARE], None) == StatusCode.OK, "a peer without a link makes room"
 
 
-def test_networks_that_hold_all_reservations_make_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_trio
+async def test_networks_that_hold_all_reservations_make_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, four networks with a quarter each kept every other peer behind a NAT out of reach for an hour."""
     monkeypatch.setattr(limits, "RELAY_NETWORK_MAX", SHARE)
-
-    async def talk() -> None:
-        networks = ["198.51.100.7"] * SHARE + ["203.0.113.7"] * SHARE + ["1.1.1.1", "1.1.1.2"]
-        async with relay_of(*networks) as (_, [*flood, honest, late], reserve):
-            assert [await reserve(peer, None) for peer in flood] == [StatusCode.OK] * PLACES
-            assert await reserve(honest, None) == StatusCode.OK
-            assert await reserve(late, None) == StatusCode.RESOURCE_LIMIT_EXCEEDED, (
-                "its network has as many as the others"
-            )
-
-    on_trio(talk)
+    networks = ["198.51.100.7"] * SHARE + ["203.0.113.7"] * SHARE + ["1.1.1.1", "1.1.1.2"]
+    async with relay_of(*networks) as (_, [*flood, honest, late], reserve):
+        assert [await reserve(peer, None) for peer in flood] == [StatusCode.OK] * PLACES
+        assert await reserve(honest, None) == StatusCode.OK
+        assert await reserve(late, None) == StatusCode.RESOURCE_LIMIT_EXCEEDED, "its network has as many as the others"
 
 
-def test_the_last_share_of_the_circuits_to_a_peer_is_for_networks_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_trio
+async def test_the_last_share_of_the_circuits_to_a_peer_is_for_networks_without_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Before, four networks used up all circuits to a peer, and to all peers."""
     monkeypatch.setattr(limits, "RELAY_TARGET_NETWORK_MAX", SHARE)
     monkeypatch.setattr(limits, "RELAY_TARGET_MAX", PLACES)
-
-    async def talk() -> None:
-        networks = ["198.51.100.7", "203.0.113.7", "8.8.8.8", "192.0.2.8"]
-        async with (
-            relay_of(*networks) as (relay, [stranger, other, honest, peer], reserve),
-            called(relay, peer, reserve) as (call, _),
-        ):
-            assert [(await call(one))[1] for one in (stranger, stranger)] == [StatusCode.OK] * 2
-            assert (await call(other))[1] == StatusCode.OK
-            assert (await call(other))[1] == StatusCode.RESOURCE_LIMIT_EXCEEDED
-            assert (await call(honest))[1] == StatusCode.OK
-
-    on_trio(talk)
+    networks = ["198.51.100.7", "203.0.113.7", "8.8.8.8", "192.0.2.8"]
+    async with (
+        relay_of(*networks) as (relay, [stranger, other, honest, peer], reserve),
+        called(relay, peer, reserve) as (call, _),
+    ):
+        assert [(await call(one))[1] for one in (stranger, stranger)] == [StatusCode.OK] * 2
+        assert (await call(other))[1] == StatusCode.OK
+        assert (await call(other))[1] == StatusCode.RESOURCE_LIMIT_EXCEEDED
+        assert (await call(honest))[1] == StatusCode.OK
 
 
-def test_one_network_has_a_share_of_the_meetings() -> None:
+@on_virtual_trio
+async def test_one_network_has_a_share_of_the_meetings() -> None:
     hosts = {f"liar{number}": ("198.51.100.7",) for number in range(8)} | {
         "anna": ("203.0.113.7",),
         "ben": ("8.8.8.8",),
     }
     refused = 0
+    meetings = Meetings(lambda peer: hosts[peer])
 
-    async def talk() -> None:
-        meetings = Meetings(lambda peer: hosts[peer])
+    async def meet(asker: str, wanted: str) -> None:
+        nonlocal refused
+        try:
+            await meetings.introduce(asker, wanted.encode())
+        except RemoteError:
+            refused += 1
 
-        async def meet(asker: str, wanted: str) -> None:
-            nonlocal refused
-            try:
-                await meetings.introduce(asker, wanted.encode())
-            except RemoteError:
-                refused += 1
-
-        async with trio.open_nursery() as nursery:
-            for number in range(limits.RELAY_CIRCUITS_MAX):
-                nursery.start_soon(meet, f"liar{number % 8}", f"nobody{number}")
-            await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(meet, "ben", "anna")
-            assert await meetings.introduce("anna", b"ben") == b"8.8.8.8"
-
-    trio.run(talk, clock=trio.testing.MockClock(autojump_threshold=0))
+    async with trio.open_nursery() as nursery:
+        for number in range(limits.RELAY_CIRCUITS_MAX):
+            nursery.start_soon(meet, f"liar{number % 8}", f"nobody{number}")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(meet, "ben", "anna")
+        assert await meetings.introduce("anna", b"ben") == b"8.8.8.8"
     assert refused == limits.RELAY_CIRCUITS_MAX - limits.RELAY_NETWORK_MAX
 
 
@@ -221,67 +200,56 @@ async def status_of(asker: IHost, asked: IHost, protocol: TProtocol, message: St
         return None
 
 
-def test_one_network_has_a_share_of_the_circuits_to_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_trio
+async def test_one_network_has_a_share_of_the_circuits_to_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, silent circuits of one stranger kept a peer behind a NAT out of reach."""
     monkeypatch.setattr(limits, "RELAY_TARGET_NETWORK_MAX", SHARE)
     monkeypatch.setattr(libp2p_relay, "PLACE_S_MIN", 0.0)
-
-    async def talk() -> None:
-        networks = ["198.51.100.7", "198.51.100.7", "203.0.113.7", "192.0.2.7"]
-        async with (
-            relay_of(*networks) as (relay, [stranger, near, honest, peer], reserve),
-            called(relay, peer, reserve) as (call, _),
-        ):
-            held = [await call(stranger) for _ in range(SHARE)]
-            assert [status for _, status in held] == [StatusCode.OK] * SHARE
-            assert (await call(near))[1] == StatusCode.RESOURCE_LIMIT_EXCEEDED
-            assert (await call(honest))[1] == StatusCode.OK
-            await held[0][0].reset()
-            while (await call(near))[1] != StatusCode.OK:
-                await trio.testing.wait_all_tasks_blocked(0.01)
-
-    on_trio(talk)
+    networks = ["198.51.100.7", "198.51.100.7", "203.0.113.7", "192.0.2.7"]
+    async with (
+        relay_of(*networks) as (relay, [stranger, near, honest, peer], reserve),
+        called(relay, peer, reserve) as (call, _),
+    ):
+        held = [await call(stranger) for _ in range(SHARE)]
+        assert [status for _, status in held] == [StatusCode.OK] * SHARE
+        assert (await call(near))[1] == StatusCode.RESOURCE_LIMIT_EXCEEDED
+        assert (await call(honest))[1] == StatusCode.OK
+        await held[0][0].reset()
+        while (await call(near))[1] != StatusCode.OK:
+            await trio.testing.wait_all_tasks_blocked(0.01)
 
 
-def test_the_end_of_a_circuit_ends_no_other_circuit_to_the_peer() -> None:
-    async def talk() -> None:
-        async with (
-            relay_of("198.51.100.7", "203.0.113.7", "192.0.2.7") as (relay, [stranger, honest, peer], reserve),
-            called(relay, peer, reserve) as (call, got),
-        ):
-            ended, _ = await call(stranger)
-            kept, _ = await call(honest)
-            await ended.reset()
-            assert await is_cut(got[0])
-            await kept.write(b"1")
-            assert await got[1].read(1) == b"1"
-            await got[1].write(b"2")
-            assert await kept.read(1) == b"2"
-
-    on_trio(talk)
+@on_trio
+async def test_the_end_of_a_circuit_ends_no_other_circuit_to_the_peer() -> None:
+    async with (
+        relay_of("198.51.100.7", "203.0.113.7", "192.0.2.7") as (relay, [stranger, honest, peer], reserve),
+        called(relay, peer, reserve) as (call, got),
+    ):
+        ended, _ = await call(stranger)
+        kept, _ = await call(honest)
+        await ended.reset()
+        assert await is_cut(got[0])
+        await kept.write(b"1")
+        assert await got[1].read(1) == b"1"
+        await got[1].write(b"2")
+        assert await kept.read(1) == b"2"
 
 
-def test_a_silent_circuit_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_trio
+async def test_a_silent_circuit_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BOUNDS, "duration", 1)
-
-    async def talk() -> None:
-        async with (
-            relay_of("198.51.100.7", "203.0.113.7") as (relay, [stranger, peer], reserve),
-            called(relay, peer, reserve) as (call, got),
-        ):
-            circuit, _ = await call(stranger)
-            assert await is_cut(circuit)
-            assert await is_cut(got[0])
-
-    on_trio(talk)
+    async with (
+        relay_of("198.51.100.7", "203.0.113.7") as (relay, [stranger, peer], reserve),
+        called(relay, peer, reserve) as (call, got),
+    ):
+        circuit, _ = await call(stranger)
+        assert await is_cut(circuit)
+        assert await is_cut(got[0])
 
 
-def test_a_peer_takes_circuits_from_its_own_relays_alone() -> None:
+@on_trio
+async def test_a_peer_takes_circuits_from_its_own_relays_alone() -> None:
     """Before, one link of any peer brought as many links of invented keys as it had streams."""
-
-    async def talk() -> None:
-        async with relay_of("198.51.100.7") as (ours, [stranger], _):
-            call = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=b"x"))
-            assert await status_of(stranger, ours, STOP, call) is None
-
-    on_trio(talk)
+    async with relay_of("198.51.100.7") as (ours, [stranger], _):
+        call = StopMessage(type=StopMessage.CONNECT, peer=PeerId(id=b"x"))
+        assert await status_of(stranger, ours, STOP, call) is None
