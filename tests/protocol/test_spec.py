@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pydantic.fields import FieldInfo
 from tests.cases_world import check_each
 
 import prime_protocol
@@ -120,6 +121,44 @@ def has_its_table(name: str) -> None:
     for row, field in zip(rows, fields.values(), strict=True):
         has_default = not field.is_required() and row[0] != "action"
         assert ("default" in row[1]) == has_default, f"{name}.{row[0]}"
+
+
+SENT_AT_ITS_DEFAULT = """
+    AdapterSpec.targets AdminRequest.reason AdminRequest.worker AuditPolicy.escrow_bundles
+    AuditPolicy.newcomer_bundles AuditPolicy.share_min BatchRequest.wait_s BodyClaim.epoch
+    Calibration.hidden_size_max Calibration.note Calibration.num_layers_max CalibrationAmendment.note
+    CheckPolicy.logprob_error_max CheckPolicy.logprob_error_mean_max CheckPolicy.seed_flips_share_max
+    CheckPolicy.strikes_max CheckRequest.wait_s CheckResultRequest.measured CheckResultRequest.num_tokens
+    DownloadReport.all_bytes DownloadReport.done_bytes EnvironmentSpec.options EnvironmentSpec.seed
+    EnvironmentSpec.weight ErrorBody.retry_after_s HeartbeatReply.draining HeartbeatReply.notice
+    HeldOutFigures.greedy HeldOutFigures.sampled HoldingReply.lost JoiningAsked.invites_needed
+    JoiningAsked.workers_max JoiningAsked.workers_per_network_max KeyRing.reason LeaseRequest.holding
+    LeaseRequest.wait_s PeerRecord.addresses PeerRecord.urls PeerUpdate.cursor PeerUpdate.head PeerUpdate.pieces
+    PeersReply.reachable PeersRequest.addresses PeersRequest.peers_max PeersRequest.port Receipt.detail
+    Receipt.reason ReceiptsRequest.after ReplayPolicy.bundle_days ReplayPolicy.bundles ReplayPolicy.state_days
+    ReplayPolicy.state_every RoleKeys.root_threshold RoleKeys.trainer_threshold RunSpec.async_level RunSpec.checks
+    RunSpec.heartbeat_seconds RunSpec.lease_seconds RunSpec.limits RunSpec.protocol_version Sampling.temperature
+    Schedule.group_rollouts_min Schedule.leases_per_slot_max Schedule.max_off_policy_steps Schedule.preset
+    Schedule.require_batches Schedule.selection Schedule.slow_factor Schedule.stale Schedule.staleness_from
+    Schedule.staleness_threshold Schedule.straggler_factor Schedule.swap Schedule.trigger_parameter_sync_step
+    Schedule.window_steps Standing.rank UploadReply.verdict Verdict.detail Verdict.reason
+"""
+"""Optional fields of version 1 that are sent in any case. No name is added: a receiver of an earlier release rejects a field."""
+
+
+def test_a_field_that_is_added_within_a_version_is_omitted_at_its_default() -> None:
+    found = [
+        f"{name}.{field}"
+        for name in MESSAGES
+        for field, declared in model(name).model_fields.items()
+        if not (declared.is_required() or field == "action" or _is_omitted(declared))
+    ]
+    assert sorted(found) == SENT_AT_ITS_DEFAULT.split(), "declare a new field with `exclude_if` (SPEC.md, section 18)"
+
+
+def _is_omitted(declared: FieldInfo) -> bool:
+    default = declared.get_default(call_default_factory=True, validated_data={})
+    return declared.exclude_if is not None and declared.exclude_if(default)
 
 
 def test_the_kinds_of_envelope_are_those_of_the_code() -> None:
