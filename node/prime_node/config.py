@@ -25,7 +25,11 @@ from pydantic_settings.exceptions import SettingsError
 from prime_node.inside import read_regular
 from prime_protocol.errors import LocalError
 
+SHIPPED_FOLDERS = (Path(__file__).parent / "_configs", Path(__file__).parents[2] / "configs")
+"""Where the shipped configurations are: in an installed wheel, and in a checkout."""
+
 __all__ = [
+    "SHIPPED_FOLDERS",
     "SandboxSettings",
     "Settings",
     "SettingsConfigDict",
@@ -145,7 +149,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_regular(path.resolve(), bytes_max=CONFIG_BYTES_MAX).decode("utf-8"))
     except FileNotFoundError:
-        raise LocalError(f"config {path}: no such file; configs/ of the project holds examples") from None
+        examples = next((folder for folder in SHIPPED_FOLDERS if folder.is_dir()), "configs/ of the project")
+        raise LocalError(f"config {path}: no such file; {examples} holds examples") from None
     except OSError as error:
         raise LocalError(f"config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -162,6 +162,17 @@ def test_doctor_contradicts_itself_in_no_line() -> None:
     assert "cannot take part: coordinator" in str(ran.exception)
 
 
+def test_what_works_only_in_part_has_its_line_with_a_link_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was hidden like a package that is missing, and with it what to do."""
+    slow = Finding("disk speed", False, "1 MB/s written", "name a --folder on a faster disk", "quick starts")
+    without = Finding("obstore", False, doctor.MISSING, how_to_install("s3"), "buckets")
+    monkeypatch.setattr(doctor, "CHECKS", (lambda: slow, lambda: without))
+    shown = CliRunner().invoke(app, ["doctor", NOWHERE]).stdout
+    assert "--  disk speed     1 MB/s written   name a --folder on a faster disk" in shown
+    assert "--  obstore" not in shown
+    assert "not available here: buckets (" in shown
+
+
 def test_a_machine_without_an_engine_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no torch: fine for a coordinator, but `join` would fail."""
     missing = Finding("torch", False, doctor.MISSING, how_to_install("train"), "generating")

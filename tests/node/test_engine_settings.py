@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tests.node.batch_coordinator import make_run, write_model
 
+from prime_node.adapters.machine import emulates_bf16
 from prime_node.cli import wire
 from prime_node.cli.wire_classes import engine_info, has_gpu_driver
 from prime_node.worker.config import WorkerConfig
@@ -30,21 +31,34 @@ def test_bf16_on_a_processor_without_its_instructions_is_said(tmp_path: Path, ca
         wire.engine(settings, write_model(tmp_path), make_run(), cheat=None)
     flags = set(Path("/proc/cpuinfo").read_text().split()) if platform.machine() == "x86_64" else {"amx_bf16"}
     is_slow = not flags & {"avx512_bf16", "amx_bf16"}
-    assert [record.message[:28] for record in caplog.records] == ["engine transformers/bf16: th"] * is_slow
+    assert ["transformers/bf16 generates" in record.message for record in caplog.records] == [True] * is_slow
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "expected"),
+    ("cpuinfo", "expected"),
     [
-        ({"architecture": "x86_64", "avx2": True, "avx512_bf16": False, "amx_bf16": False}, True),
-        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, False),
-        ({"architecture": "aarch64"}, False),
+        ("processor : 0\nflags\t\t: fpu sse2 avx2 avx512f\n", True),
+        ("processor : 0\nflags\t\t: fpu sse2 avx2 avx512f avx512_bf16\n", False),
+        ("processor : 0\nflags\t\t: fpu sse2 avx2 amx_bf16\n", False),
+        ("processor : 0\nFeatures\t: fp asimd\n", False),
     ],
 )
-def test_processors_that_emulate_bf16(capabilities: dict[str, object], expected: bool) -> None:
-    from prime_node.adapters.hardware import emulates_bf16
+def test_processors_that_emulate_bf16(tmp_path: Path, cpuinfo: str, expected: bool) -> None:
+    file = tmp_path / "cpuinfo"
+    assert not emulates_bf16(file)
+    file.write_text(cpuinfo)
+    assert emulates_bf16(file) is expected
 
-    assert emulates_bf16(capabilities) is expected
+
+@pytest.mark.skipif(not emulates_bf16(), reason="this processor has bf16 instructions")
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", False), ("bf16", True)])
+def test_up_says_first_that_an_arithmetic_is_slow(tmp_path: Path, dtype: str, expected: bool) -> None:
+    """Its workers say so in their logs, which are read last."""
+    asked = ["up", str(tmp_path / "run"), "--config", "configs/smollm2.toml", "--engine", "transformers"]
+    chosen = ["--set", f"worker.dtype={dtype}", "--set", "run.model.name_or_path=/nowhere/at/all"]
+    ran = subprocess.run([sys.executable, "-m", "prime_node", *asked, *chosen], capture_output=True, text=True)
+    assert "model /nowhere/at/all: not a folder" in ran.stderr
+    assert ('set worker.dtype = "fp32"' in ran.stdout) is expected
 
 
 @pytest.mark.vllm

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
 import torch
 
@@ -42,25 +41,6 @@ def gpu_memory(device: str) -> tuple[int, int]:
     except (AssertionError, RuntimeError, ValueError) as error:  # a build of torch for CPUs asserts
         raise LocalError(f"device {device}: torch cannot use it ({error}); `prime-node doctor` tells more") from None
     return int(free), int(total)
-
-
-def emulates_bf16(capabilities: Mapping[str, object]) -> bool:
-    """Return whether a processor with these capabilities (torch.cpu.get_capabilities) is x86 without bf16 instructions."""
-    has_bf16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
-    return capabilities.get("architecture") == "x86_64" and not has_bf16
-
-
-def slow_arithmetic(*, dtype: str, device: str) -> str:
-    """Return why an engine of this dtype is slow here, for a log line; "" if it is not known to be.
-
-    vLLM with SmolLM2-135M, 32 prompts, on an AMD EPYC with AVX2: 9 tokens a second in bf16, 50 in fp32 (2026-11-28).
-    """
-    if device != "cpu" or not dtype.startswith("bf16") or not emulates_bf16(torch.cpu.get_capabilities()):
-        return ""
-    return (
-        'this processor has no bf16 instructions, so bf16 generates several times slower than fp32; set dtype = "fp32" if '
-        "the run's checks know that engine"
-    )
 
 
 if __name__ == "__main__":

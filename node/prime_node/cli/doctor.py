@@ -23,6 +23,7 @@ from typing import IO, Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from prime_node.adapters.machine import emulates_bf16
 from prime_node.cli.finding import Finding
 from prime_node.cli.missing_extra import how_to_install
 from prime_node.cli.options import AsJson
@@ -76,13 +77,14 @@ def doctor(
     link = None if link is None else given_link(link)
     for finding in _findings(link, measure):
         findings.append(finding)
-        is_shown = link is None or finding.ok or not finding.needed_for or finding.what in ALWAYS_SHOWN
-        if not as_json and is_shown:
+        is_missing = finding.seen == MISSING and finding.needed_for and finding.what not in ALWAYS_SHOWN
+        if not as_json and (link is None or not is_missing):
             mark = "ok" if finding.ok else ("--" if finding.needed_for else "!!")
             advice = "" if finding.ok else f"   {finding.advice}"
             say(f"{mark}  {finding.what:<14} {finding.seen}{advice}")
     fatal = [finding.what for finding in findings if not finding.ok and not finding.needed_for]
-    roles = sorted({finding.needed_for for finding in findings if not finding.ok and finding.needed_for})
+    missing = [one for one in findings if not one.ok and one.needed_for and (link is None or one.seen == MISSING)]
+    roles = sorted({one.needed_for for one in missing})
     speed = next((finding.tokens_per_s for finding in findings if finding.tokens_per_s is not None), None)
     pace = run_pace(link) if link is not None and speed is not None else None
     share = None if speed is None or pace is None else speed / (speed + pace)
@@ -95,9 +97,9 @@ def doctor(
             *(
                 [f"not available here: {'; '.join(roles)}{'' if link is None else HOW_TO_GET}"]
                 if roles
-                else []
-                if fatal
                 else ["all features are available"]
+                if all(one.ok for one in findings)
+                else []
             ),
         )
     if speed is not None and not as_json:
@@ -180,7 +182,8 @@ def _torch() -> Finding:
         return missing
     version = package_version("torch")
     if not has_gpu_driver():
-        return Finding("torch", True, f"{version}, CPU only")
+        slow = "; bf16 would be slow on this processor, the default fp32 is not" if emulates_bf16() else ""
+        return Finding("torch", True, f"{version}, CPU only{slow}")
     import torch
 
     if torch.cuda.is_available():

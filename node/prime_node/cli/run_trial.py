@@ -189,7 +189,7 @@ def _check_turns(run: PinnedRun, model: Path, grants: EnvironmentSettings, folde
 async def _engine_speed(run: PinnedRun, model: Path, settings: WorkerConfig) -> Finding:
     """Generate with random weights, more completions and longer ones each time, until it takes long enough to count."""
     from prime_node.cli import wire
-    from prime_node.cli.wire_classes import worker_kind
+    from prime_node.cli.wire_classes import slow_arithmetic, worker_kind
     from prime_node.ports.engine import GenerateRequest
     from prime_protocol.assignment import Sampling
 
@@ -232,7 +232,8 @@ async def _engine_speed(run: PinnedRun, model: Path, settings: WorkerConfig) -> 
         await engine.close()
     threads = "1 thread" if settings.threads == 1 else f"{settings.threads} threads"
     seen = f"{kind} with {threads}: {speed:,.0f} tokens/s"
-    return Finding("engine", True, seen, tokens_per_s=round(speed, 1))
+    slow = slow_arithmetic(kind)
+    return Finding("engine", not slow, seen, slow, "generating at full speed", tokens_per_s=round(speed, 1))
 
 
 def print_trial() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import prime_node
+from prime_node.config import SHIPPED_FOLDERS
 from prime_protocol.calibration import Calibration
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import LocalError, RemoteError
@@ -15,17 +15,11 @@ SHIPPED = "calibration.json"
 
 def config_path(name: str) -> Path:
     """Return the path of a shipped config. Raises LocalError with the known names."""
-    folders = _folders()
-    for folder in folders:
+    for folder in SHIPPED_FOLDERS:
         if (folder / name).is_file():
             return folder / name
-    known = sorted({path.name for folder in folders if folder.is_dir() for path in folder.glob("*.toml")})
+    known = sorted({path.name for folder in SHIPPED_FOLDERS if folder.is_dir() for path in folder.glob("*.toml")})
     raise LocalError(f"no shipped config {name}; known are {', '.join(known) or 'none'}")
-
-
-def _folders() -> list[Path]:
-    package = Path(prime_node.__file__).parent
-    return [package / "_configs", package.parents[1] / "configs"]
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -48,5 +42,7 @@ def calibration_file(choice: str) -> Path:
     if choice == "shipped":
         return config_path(SHIPPED)
     path = Path(choice).expanduser()
-    is_shipped = path.name == choice and not path.exists() and any((folder / choice).is_file() for folder in _folders())
+    is_shipped = (
+        path.name == choice and not path.exists() and any((folder / choice).is_file() for folder in SHIPPED_FOLDERS)
+    )
     return config_path(choice) if is_shipped else path

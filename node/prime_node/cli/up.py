@@ -50,6 +50,7 @@ def up(
 async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_file: Path, engine: str | None) -> int:
     console = Console()
     plan = await asyncio.to_thread(_planned, run_dir, options, engine)
+    _say_what_is_slow(options, engine)
     run, resumed = _open_or_make(run_dir, options, config_file)
     link = _choose_address(run_dir, run, settings)
     say(
@@ -95,6 +96,16 @@ def _planned(run_dir: RunDir, options: Options, engine: str | None) -> GpuPlan |
     if plan is not None:
         say(*plan.lines(), "")
     return plan
+
+
+def _say_what_is_slow(options: Options, engine: str | None) -> None:
+    """Print why workers with these settings generate slowly on this machine."""
+    from prime_node.cli.wire_classes import slow_arithmetic, worker_kind
+    from prime_node.worker.config import WorkerConfig
+
+    chosen = {} if engine is None else {"engine": engine}
+    if reason := slow_arithmetic(worker_kind(options.load(WorkerConfig).model_copy(update=chosen))):
+        say(reason, "")
 
 
 def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Options:

@@ -14,7 +14,14 @@ from urllib.parse import urlsplit, urlunsplit
 from prime_node.cli import wire_adapters
 from prime_node.cli.missing_extra import needing_extra
 from prime_node.cli.place import HOME, named_in
-from prime_node.cli.wire_classes import engine_info, has_gpu_driver, parts_of_kind, vllm_extra
+from prime_node.cli.wire_classes import (
+    engine_info,
+    has_gpu_driver,
+    parts_of_kind,
+    slow_arithmetic,
+    vllm_extra,
+    worker_kind,
+)
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import JoinLink, PinnedRun, RunSpec
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
     from prime_node.ports.web import WebServer
     from prime_node.validator.scoring_workers import ScoringWorkers
     from prime_node.worker.config import WorkerConfig
-    from prime_protocol.rollout import EngineInfo
     from prime_protocol.telemetry import Hardware
     from prime_protocol.weights import Weights
 
@@ -300,19 +306,13 @@ def describe_hardware() -> Hardware:
     return found()
 
 
-def _warn_of_slow_arithmetic(info: EngineInfo) -> None:
-    from prime_node.adapters.hardware import slow_arithmetic
-
-    if reason := slow_arithmetic(dtype=info.dtype, device=info.device):
-        log.warning("engine %s/%s: %s", info.name, info.dtype, reason)
-
-
 def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
     """Return the worker's engine. `cheat` is (kind, number of honest policies), for demonstrations. Raises LocalError."""
     made: Engine
     check_size(model, run)
     info = engine_info(settings)
-    _warn_of_slow_arithmetic(info)
+    if reason := slow_arithmetic(worker_kind(settings)):
+        log.warning("%s", reason)
     if info.name == "vllm":
         vllm = _vllm()
         bounds = max(map(run.spec.context_tokens_max, run.spec.environments))

@@ -7,6 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from prime_node import __version__
+from prime_node.adapters.machine import emulates_bf16
 from prime_node.adapters.sandbox.system_paths import gpu_devices
 from prime_node.cli.missing_extra import missing_extra
 from prime_protocol.errors import LocalError
@@ -87,6 +88,17 @@ def device_name() -> str:
     from prime_node.adapters.hardware import hardware
 
     return hardware().device
+
+
+def slow_arithmetic(kind: str) -> str:
+    """Return why an engine of this kind is slow on this machine, and what to do; "" if it is not known to be."""
+    name, dtype, device = class_of_kind(kind).split("/")
+    if device != "cpu" or not dtype.startswith("bf16") or not emulates_bf16():
+        return ""
+    return (
+        f"this processor has no bf16 instructions, so {name}/{dtype} generates several times slower than {name}/fp32: "
+        'set worker.dtype = "fp32" if the run\'s checks know that engine'
+    )
 
 
 def vllm_extra() -> str:
