@@ -23,14 +23,13 @@ from typing import IO, Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from prime_node.adapters.machine import emulates_bf16
 from prime_node.cli.finding import Finding
 from prime_node.cli.missing_extra import how_to_install
 from prime_node.cli.options import AsJson
 from prime_node.cli.place import HOME, given_link, parse_link
 from prime_node.cli.run_status import RunStatus, clock_ahead_s, run_pace, run_status
 from prime_node.cli.say import say
-from prime_node.cli.wire_classes import has_gpu_driver, vllm_extra
+from prime_node.cli.wire_classes import has_gpu_driver, slow_arithmetic, vllm_extra
 from prime_node.keyfile import load_key
 from prime_protocol.errors import LocalError
 from prime_protocol.limits import REQUEST_AGE_S_MAX
@@ -182,7 +181,11 @@ def _torch() -> Finding:
         return missing
     version = package_version("torch")
     if not has_gpu_driver():
-        slow = "; bf16 would be slow on this processor, the default fp32 is not" if emulates_bf16() else ""
+        slow = (
+            "; bf16 would be slow on this processor, the default fp32 is not"
+            if slow_arithmetic("transformers/bf16")
+            else ""
+        )
         return Finding("torch", True, f"{version}, CPU only{slow}")
     import torch
 
