@@ -13,7 +13,7 @@ from tests.cases_world import check_each
 
 from prime_node.adapters.training.torch_batch import Tallies, loss_inputs
 from prime_node.algo.losses import LOG_RATIO_ABS, LOSSES, LossInputs, Objective, find_loss
-from prime_node.algo.losses.aggregation import Aggregation
+from prime_node.algo.losses.objective import Aggregation
 from prime_node.algo.shares import batch_counts
 from prime_node.ports.train_backend import AggregationKind
 from prime_node.ports.train_samples import TrainingMode, TrainSample

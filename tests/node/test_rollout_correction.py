@@ -14,7 +14,7 @@ from tests.node.batch_coordinator import write_model
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.adapters.training.torch_batch import loss_inputs
 from prime_node.algo.losses import LossInputs, LossOutputs, RolloutCorrection, find_loss
-from prime_node.algo.losses.aggregation import Aggregation
+from prime_node.algo.losses.objective import Aggregation
 from prime_node.ports.train_backend import AggregationKind
 from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_node.trainer.batch import mode_weighed, prompt_weighed

@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from prime_node.adapters.engines.torch_weights import to_torch
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import LossInputs, LossOutputs, Objective, find_loss
-from prime_node.algo.losses.aggregation import Aggregation
-from prime_node.algo.losses.objective import BoundLoss
+from prime_node.algo.losses.objective import Aggregation, BoundLoss
 from prime_node.ports.train_backend import KeptPolicy, OptimizerSettings, TrainingDiverged
 from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_protocol.errors import LocalError

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from prime_node.algo.kl_control import KlControl, KlControlKind
 from prime_node.algo.losses import LossInputs, find_loss
-from prime_node.algo.losses.correction import behavior_weight
 from prime_node.algo.losses.penalty import kl_estimate
-from prime_node.algo.losses.rollout_correction import RolloutCorrection
+from prime_node.algo.losses.rollout_correction import RolloutCorrection, behavior_weight
 from prime_node.ports.train_backend import AggregationKind
 
 E = math.e

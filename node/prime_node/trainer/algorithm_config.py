@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from prime_node.algo.advantages import KlCredit
-from prime_node.algo.advantages.length_penalty import LengthCost
+from prime_node.algo.advantages import KlCredit, LengthCost
 from prime_node.algo.kl_control import KlControl, KlControlKind
 from prime_node.ports.train_backend import AggregationKind, CriticSettings, DivisionKind, OptimizerSettings
 from prime_node.ports.train_samples import DistillationKind

@@ -1,4 +1,4 @@
-"""Advantages, one a file: from the rewards of a group to the weight of each rollout's gradient."""
+"""Advantages: from the rewards of a group to the weight of each rollout's gradient."""
 
 from __future__ import annotations
 
@@ -18,20 +18,29 @@ from prime_node.algo.advantages.base import (
     RolloutView,
     inputs_of,
 )
-from prime_node.algo.advantages.gae import gae
-from prime_node.algo.advantages.gdpo import VERDICT, gdpo, part_names
-from prime_node.algo.advantages.group_mean import group_mean
-from prime_node.algo.advantages.grpo_passk import grpo_passk
-from prime_node.algo.advantages.leave_one_out import leave_one_out
-from prime_node.algo.advantages.length_penalty import LengthCost, shaped_rewards
-from prime_node.algo.advantages.max_rl import max_rl
-from prime_node.algo.advantages.normalized import normalized
-from prime_node.algo.advantages.opo import opo
-from prime_node.algo.advantages.optimal_token_baseline import optimal_token_baseline
-from prime_node.algo.advantages.overlong import OverlongPenalty
-from prime_node.algo.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_tokens
-from prime_node.algo.advantages.remax import remax
-from prime_node.algo.advantages.token_base import TokenAdvantageFunction, TokenInputs, TokenNeed, discounted_sums
+from prime_node.algo.advantages.of_groups import (
+    VERDICT,
+    gdpo,
+    group_mean,
+    grpo_passk,
+    leave_one_out,
+    max_rl,
+    normalized,
+    opo,
+    part_names,
+    reinforce_plus_plus,
+)
+from prime_node.algo.advantages.of_tokens import (
+    TokenAdvantageFunction,
+    TokenInputs,
+    TokenNeed,
+    discounted_sums,
+    gae,
+    optimal_token_baseline,
+    reinforce_plus_plus_tokens,
+    remax,
+)
+from prime_node.algo.advantages.shaping import LengthCost, OverlongPenalty, shaped_rewards
 from prime_node.algo.registry import find_by_name, import_object
 from prime_protocol.errors import LocalError
 

@@ -1,4 +1,4 @@
-"""Losses, one a file: formulas per token, to minimise. base.py defines a loss's inputs and outputs."""
+"""Losses, one file a family: formulas per token, to minimise. base.py defines a loss's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prime_node.algo.losses.aggregation import Aggregation
-from prime_node.algo.losses.aipo import aipo
-from prime_node.algo.losses.aipo_stop_gradient import aipo_stop_gradient
 from prime_node.algo.losses.base import LossFunction, LossInputs, LossOutputs, needs
-from prime_node.algo.losses.cispo import cispo
+from prime_node.algo.losses.clipped import (
+    dapo,
+    decoupled_ppo,
+    dr_grpo,
+    grpo,
+    grpo_is,
+    gspo,
+    mis,
+    ppo_clip,
+    tis,
+)
 from prime_node.algo.losses.covariance import choose_clip_cov, choose_kl_cov, clip_cov, kl_cov
-from prime_node.algo.losses.dapo import dapo
-from prime_node.algo.losses.decoupled_ppo import decoupled_ppo
-from prime_node.algo.losses.distillation import Distillation
-from prime_node.algo.losses.dppo_binary import dppo_binary_kl, dppo_binary_tv
-from prime_node.algo.losses.dppo_kl import dppo_kl
-from prime_node.algo.losses.dr_grpo import dr_grpo
-from prime_node.algo.losses.gmpo import gmpo
-from prime_node.algo.losses.gpg import gpg
-from prime_node.algo.losses.grpo import grpo
-from prime_node.algo.losses.grpo_is import grpo_is
-from prime_node.algo.losses.gspo import gspo
-from prime_node.algo.losses.mis import mis
-from prime_node.algo.losses.objective import LOG_RATIO_ABS, BoundLoss, LossSum, Objective
-from prime_node.algo.losses.opd import opd
+from prime_node.algo.losses.distillation import Distillation, opd, sft
+from prime_node.algo.losses.objective import LOG_RATIO_ABS, Aggregation, BoundLoss, LossSum, Objective
 from prime_node.algo.losses.penalty import NO_PENALTY, Penalty
-from prime_node.algo.losses.ppo_clip import ppo_clip
 from prime_node.algo.losses.rollout_correction import NO_CORRECTION, RolloutCorrection
-from prime_node.algo.losses.sapo import sapo
-from prime_node.algo.losses.sft import sft
-from prime_node.algo.losses.tis import tis
+from prime_node.algo.losses.weighted import (
+    aipo,
+    aipo_stop_gradient,
+    cispo,
+    dppo_binary_kl,
+    dppo_binary_tv,
+    dppo_kl,
+    gmpo,
+    gpg,
+    sapo,
+)
 from prime_node.algo.registry import find_by_name, import_object
 from prime_node.ports.train_backend import AggregationKind
 from prime_node.ports.train_samples import TrainingMode

@@ -1,9 +1,9 @@
 """Inputs and outputs of a loss.
 
 A loss gets one value for each completion token of one or of many sequences. It returns a loss for each token, which the
-aggregation (aggregation.py) weighs and sums, or one scalar if called with one sequence. objective.py combines the two,
-and zeroes the values on masked tokens before a loss sees them. So masked tokens contribute exactly nothing, whatever
-their values: 0 * inf is NaN (prime-rl #2972), but `torch.where` selects.
+aggregation weighs and sums, or one scalar if called with one sequence. objective.py combines the two, and zeroes the values on
+masked tokens before a loss sees them. So masked tokens contribute exactly nothing, whatever their values: 0 * inf is NaN
+(prime-rl #2972), but `torch.where` selects.
 
 Letters: N completion tokens, S sequences.
 """

@@ -1,4 +1,4 @@
-"""Distillation towards a teacher's distribution instead of its logprob of the sampled token.
+"""Losses without rewards: of reference tokens, of a teacher's logprobs, and of a teacher's distribution (`Distillation`).
 
 With q the teacher's probabilities of its K likeliest tokens and p the student's of the same tokens, at each sampled place:
 
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prime_node.algo.losses.base import LossInputs, LossOutputs
+from prime_node.algo.losses.base import LossInputs, LossOutputs, log_ratio
 from prime_node.ports.train_backend import LossNeed
 from prime_node.ports.train_samples import DistillationKind
 from prime_protocol.errors import LocalError
@@ -34,9 +34,31 @@ _TAIL_MASS_MIN = 1e-6
 _LOG_MIN = -1e9
 
 
+def sft(inputs: LossInputs) -> LossOutputs:
+    """Compute the cross-entropy of the reference tokens, -log pi. Advantages and samplers are unused."""
+    return LossOutputs(loss=-inputs.trainer_logprobs, metrics={"cross_entropy": -inputs.trainer_logprobs})
+
+
+def opd(inputs: LossInputs, *, delta: float = 8.0) -> LossOutputs:
+    """Compute on-policy distillation: -sg(min(r, delta)) sg(log pi_teacher - log pi) log pi, with r = pi / mu.
+
+    A teacher's logprobs of the student's own tokens replace rewards. The expected gradient is that of the reverse KL divergence
+    from teacher to student. The weight corrects for a sampler that is some steps old; it is at most `delta`. Raises LocalError
+    without teacher logprobs.
+    """
+    if inputs.teacher_logprobs is None:
+        raise LocalError("loss opd: the samples have no teacher logprobs; set trainer.teacher.url")
+    weight = log_ratio(inputs).exp().detach().clamp(max=delta)
+    advantages = inputs.teacher_logprobs - inputs.trainer_logprobs.detach()
+    return LossOutputs(
+        loss=-weight * advantages * inputs.trainer_logprobs,
+        metrics={"teacher_kl": -advantages, "ratio_mean": weight},
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Distillation:
-    """The loss with its settings. Raises LocalError for settings that do not belong together."""
+    """The loss of a teacher's distribution, with its settings. Raises LocalError for settings that do not belong together."""
 
     kl_type: DistillationKind = DistillationKind.FORWARD
     mixed_kl_weight: float = 0.5

@@ -4,7 +4,7 @@
 
 So GSPO, CISPO, SAPO, GMPO and custom losses of one value a token get importance weights: their own ratio is then pi / pi_prox.
 
-    rollout_is              token, sequence or geometric (correction.py)
+    rollout_is              token, sequence or geometric (CorrectionLevel)
     rollout_is_threshold    "5": w is at most 5 (TIS). "0.5_5": outside of the bounds it is 0 (IcePop). "inf": unbounded
     rollout_rs              rejection, several names with commas between them: token_k1, token_k2, token_k3, seq_sum_k1, ...,
                             seq_mean_k1, ..., seq_max_k2, seq_max_k3. k1 = -log w, k2 = log(w)^2 / 2, k3 = w - 1 - log w
@@ -22,12 +22,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from prime_node.algo.losses.base import LossInputs, log_prox_weight, sequence_max, sequence_mean, sequence_sum
-from prime_node.algo.losses.correction import CorrectionLevel, behavior_weight
+from prime_node.algo.losses.base import (
+    LOG_RATIO_MAX,
+    LossInputs,
+    log_prox_weight,
+    sequence_max,
+    sequence_mean,
+    sequence_sum,
+)
 from prime_protocol.errors import LocalError
 
 _SCOPES = {
@@ -37,6 +44,29 @@ _SCOPES = {
     "seq_max": ("k2", "k3"),
 }
 _CRITERIA = tuple(f"{scope}_{kind}" for scope, kinds in _SCOPES.items() for kind in kinds)
+
+
+class CorrectionLevel(StrEnum):
+    """Scope of one importance weight w."""
+
+    TOKEN = "token"
+    """pi_prox / mu of each token: little variance, some bias."""
+    SEQUENCE = "sequence"
+    """exp(sum of log(pi_prox / mu)), one for all tokens of a sequence: unbiased, large variance."""
+    GEOMETRIC = "geometric"
+    """exp(mean of log(pi_prox / mu)), one for all tokens of a sequence."""
+
+
+def behavior_weight(inputs: LossInputs, level: str) -> Tensor:
+    """Return [N] w, without a gradient. Raises LocalError for an unknown level."""
+    log_weight = log_prox_weight(inputs)
+    if level == CorrectionLevel.TOKEN:
+        return log_weight.exp()
+    if level == CorrectionLevel.SEQUENCE:
+        return sequence_sum(log_weight, inputs).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
+    if level == CorrectionLevel.GEOMETRIC:
+        return sequence_mean(log_weight, inputs).exp()
+    raise LocalError(f"loss level {level!r}: expected one of {', '.join(CorrectionLevel)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Length shaping of rewards, before any advantage, in two ways of prime-rl.
+"""Shaping of rewards by length, before any advantage: `OverlongPenalty`, and two ways of prime-rl.
 
 tokens, turns: among a group's best rollouts the cheap ones get more (prime-rl until June 2026).
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 from prime_node.algo.advantages.base import AdvantageInputs, RolloutView
@@ -74,3 +75,26 @@ def _cost(rollout: RolloutView, cost: LengthCost, weights: Mapping[str, float]) 
         return float(rollout.num_turns)
     completion_cost = weights.get("completion_weight", 1.0) * rollout.completion_len
     return completion_cost + weights.get("tool_response_weight", 1.0) * rollout.tool_response_len
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """Soft penalty of long rollouts (DAPO, arXiv 2503.14476, equation 13), equal to verl's `overlong_buffer`.
+
+    reward' = reward + min(0, (longest - buffer - length) / buffer * penalty_factor)
+    """
+
+    buffer_tokens: int
+    """Tokens before the longest length in which the penalty rises from 0 to its factor."""
+    penalty_factor: float
+    longest_tokens: int
+
+    def shaped(self, inputs: AdvantageInputs) -> AdvantageInputs:
+        """Return the group with the penalty in its rewards."""
+        free = self.longest_tokens - self.buffer_tokens
+        return inputs.with_rewards(
+            [
+                rollout.reward + min(0.0, (free - rollout.completion_len) / self.buffer_tokens * self.penalty_factor)
+                for rollout in inputs.rollouts
+            ]
+        )
