@@ -24,7 +24,7 @@ from prime_node.ports.metrics import MetricKind
 DEPLOY = ROOT / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yml"
 DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
-ROWS = ROOT / "node" / "prime_node" / "coordinator" / "measure" / "report.py"
+ROWS = ROOT / "node" / "prime_node" / "coordinator" / "measure" / "observer.py"
 
 
 def known_metrics() -> set[str]:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from checkpoints import synthetic_pair
 from memory import peak_bytes, reset_peak
 
-from prime_node.broadcast.publish.part_spool import PartSpool
+from prime_node.broadcast.publish.disk_room import PartSpool
 from prime_protocol.checkpoint import encode_parts
 from prime_protocol.chunk_index import open_index
 from prime_protocol.codec import decode_chunk, encode_tensors, warm_up

@@ -22,13 +22,13 @@ from prime_node.algo.advantages import (
     find_advantage,
     inputs_of,
 )
-from prime_node.algo.advantages.batch_whitening import whitened
 from prime_node.algo.filters import FILTERS, Filter, FilterInputs, find_filter, flags
 from prime_node.algo.losses import LOSSES
 from prime_node.algo.schedule import Damping, Decay, ParameterSchedule
 from prime_node.ports.train_samples import Group
 from prime_node.trainer.batch import prepare
 from prime_node.trainer.config import TrainerConfig
+from prime_node.trainer.credit import whitened
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, FinishReason

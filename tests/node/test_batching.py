@@ -18,10 +18,10 @@ from tests.node.validator_world import (
 )
 
 from prime_node.ports.engine import EngineDied, ScoreRequest
-from prime_node.validator.batching import BundleAudit, batches
 from prime_node.validator.config import ValidatorConfig
 from prime_node.validator.judge import OpenedBundle, open_bundle
 from prime_node.validator.loop import run_validator
+from prime_node.validator.validator import BundleAudit, batches
 from prime_protocol.assignment import Lease, Sampling
 from prime_protocol.replies import CheckTask, NotYet
 from prime_protocol.requests import CheckRequest

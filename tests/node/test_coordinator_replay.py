@@ -26,10 +26,9 @@ from prime_node.cli.main import app
 from prime_node.cli.run_dir import STATE, RunDir
 from prime_node.coordinator.journal_segments import decode_segment, encode_segment
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.batches import CHOICE_RULES
+from prime_node.coordinator.state.batches import CHOICE_RULES, Ready, choose_ready, is_overdue, stale
 from prime_node.ports.documents import batch_name
 from prime_node.ports.store import LoggedEvent, Segment
-from prime_node.training_data.selection import Ready, choose_ready, is_overdue, stale
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import LocalError

@@ -30,8 +30,7 @@ from prime_node.trainer.evaluate import Evaluator, HeldOutPrompt, HeldOutSets, h
 from prime_node.trainer.recipe import Recipe
 from prime_node.training_data.bundles import groups_of, open_batch, open_trained_bundle
 from prime_node.validator import judge
-from prime_node.worker.episodes import NothingSampled, Sample, play_lease
-from prime_node.worker.generating import Generated, bundle_for, generate
+from prime_node.worker.generating import Generated, NothingSampled, Sample, bundle_for, generate, play_lease
 from prime_node.worker.loaded_policy import LoadedPolicy
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
 from prime_protocol.digest import digest_of

@@ -14,10 +14,17 @@ from tests.node.table_engine import table_weights
 from tests.node.worker_world import STRANGER, TRAINER, MemorySource, make_run
 
 from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
-from prime_node.broadcast.audit.attestation import PAYLOAD_TYPE, PREDICATE_TYPE, STATEMENT_TYPE
 from prime_node.broadcast.audit.audit import Verified, audit
 from prime_node.broadcast.audit.compare import compare
-from prime_node.broadcast.audit.export import PROVENANCE_FILE, SIGNED_PROVENANCE_FILE, export_checkpoint, shards_of
+from prime_node.broadcast.audit.export import (
+    PAYLOAD_TYPE,
+    PREDICATE_TYPE,
+    PROVENANCE_FILE,
+    SIGNED_PROVENANCE_FILE,
+    STATEMENT_TYPE,
+    export_checkpoint,
+    shards_of,
+)
 from prime_node.broadcast.audit.safetensors_file import INDEX_FILE, METADATA, read_weights
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope, pre_authentication_encoding

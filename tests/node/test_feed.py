@@ -29,8 +29,7 @@ from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.patience import ask_until_answered
 from prime_node.ports.transport import Unreachable
 from prime_node.training_data.bundles import groups_of, open_batch, open_trained_bundle
-from prime_node.training_data.feed import Feed, StepBatch
-from prime_node.training_data.kept_bundles import KeptBundles
+from prime_node.training_data.feed import Feed, KeptBundles, StepBatch
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError

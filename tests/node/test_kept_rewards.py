@@ -15,7 +15,7 @@ from tests.node.trainer_world import CONFIG, EchoEnvironment, make_trainer
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.trainer.config import TrainerConfig
-from prime_node.trainer.kept_rewards import KeptRewards, RewardsKey
+from prime_node.trainer.further_rewards import KeptRewards, RewardsKey
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.trainer import Trainer

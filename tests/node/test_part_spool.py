@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.broadcast.publish.part_spool import PartSpool
+from prime_node.broadcast.publish.disk_room import PartSpool
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.manifest import PartEntry

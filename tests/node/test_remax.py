@@ -26,7 +26,7 @@ from prime_node.ports.engine import GenerateRequest
 from prime_node.ports.environment import Ask
 from prime_node.ports.train_samples import Group
 from prime_node.trainer.evaluate import Evaluator, HeldOutSets
-from prime_node.trainer.kept_rewards import RewardsKey
+from prime_node.trainer.further_rewards import RewardsKey
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.pinned_recipe import require_repeatable

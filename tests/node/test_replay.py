@@ -30,7 +30,6 @@ from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.cli.launch import launch
 from prime_node.cli.man import EXIT_CODES as MANUAL_CODES
 from prime_node.cli.replay import exit_with_report
-from prime_node.replay.bound import AdamBound
 from prime_node.replay.checks import BatchChecks, check_bounds
 from prime_node.replay.finding import (
     EXIT_CODES,
@@ -42,6 +41,7 @@ from prime_node.replay.finding import (
     Withheld,
 )
 from prime_node.replay.material import Material
+from prime_node.replay.tolerance import AdamBound
 from prime_node.trainer.algorithm_config import AdamW, AdvantageConfig, CriticConfig, KlControlConfig, LossConfig
 from prime_node.trainer.config import LoraConfig, TrainerConfig
 from prime_node.trainer.loop import run_trainer

@@ -18,7 +18,7 @@ from tests.node.spool_world import Receiver, flush_all, make_spool
 
 from prime_node.broadcast.publish.last_signed import LastSigned
 from prime_node.keyfile import load_or_create
-from prime_node.training_data.kept_bundles import KeptBundles
+from prime_node.training_data.feed import KeptBundles
 from prime_node.worker.control import read_control
 from prime_node.worker.receipts import ReceiptBook
 from prime_node.worker.recent import RecentWork

@@ -30,7 +30,7 @@ from prime_node.files import DAMAGED, DAMAGED_MAX, read_or_begin, write_durably
 from prime_node.inside import write_inside
 from prime_node.observe import BestEffort, JsonLines, read_json_lines
 from prime_node.ports.clock import Clock
-from prime_node.training_data.kept_bundles import KeptBundles
+from prime_node.training_data.feed import KeptBundles
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.node.rank_jobs import samples
 
-from prime_node.algo.balancing import balance, sequence_cost
-from prime_node.algo.shares import Packing, PackingSettings, batch_counts, shares
+from prime_node.algo.shares import Packing, PackingSettings, balance, batch_counts, sequence_cost, shares
 from prime_node.ports.train_samples import TrainSample
 
 

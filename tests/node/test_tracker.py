@@ -9,8 +9,7 @@ import pytest
 from tests.node.scheduler_world import RULES, Run
 
 from prime_node.adapters.prometheus_metrics import PrometheusMetrics
-from prime_node.coordinator.measure.observer import STEPS_COMPARED, Observer
-from prime_node.coordinator.measure.report import coordinator_row
+from prime_node.coordinator.measure.observer import STEPS_COMPARED, Observer, coordinator_row
 from prime_node.coordinator.measure.tracker import Span, SpanKind, StepLog, Tracker
 from prime_node.coordinator.metrics import METRICS
 from prime_node.coordinator.state import events as ev

@@ -14,8 +14,7 @@ from tests.time_world import VirtualClock
 
 from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.generating import open_lease
-from prime_node.worker.pace import GenerationPace
-from prime_node.worker.rehearsal import rehearse
+from prime_node.worker.pace import GenerationPace, rehearse
 from prime_protocol.assignment import Sampling
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError

@@ -32,12 +32,11 @@ from prime_node.trainer.checkpointing import Checkpoints
 from prime_node.trainer.committing import Committer
 from prime_node.trainer.config import SftConfig, TrainerConfig
 from prime_node.trainer.evaluate import Evaluator, held_out
-from prime_node.trainer.kept_rewards import KeptRewards
+from prime_node.trainer.further_rewards import KeptRewards
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.loop import run_trainer
 from prime_node.trainer.trainer import Trainer, record_published
-from prime_node.training_data.feed import Feed
-from prime_node.training_data.kept_bundles import KeptBundles
+from prime_node.training_data.feed import Feed, KeptBundles
 from prime_protocol.training_state import TrainingTensor
 from prime_protocol.weights import Weights, root_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from prime_node.algo.advantages import AdvantageInputs, OverlongPenalty, RolloutView, find_advantage
-from prime_node.algo.advantages.batch_whitening import whitened, whitened_tokens
+from prime_node.trainer.credit import whitened, whitened_tokens
 from prime_protocol.errors import LocalError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from prime_node.training_data.selection import Ready, choose_ready, is_overdue, stale
+from prime_node.coordinator.state.batches import Ready, choose_ready, is_overdue, stale
 from prime_protocol.schedule import Schedule, Selection
 from prime_protocol.step import Admission
 

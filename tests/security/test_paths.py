@@ -58,7 +58,7 @@ ALLOWED = {
     "cli/supervisor.py": OWN_FOLDER,
     "cli/timeline.py": OWN_FOLDER,
     "cli/upgrade.py": "the version of this Python",
-    "training_data/kept_bundles.py": "64 hex digits, checked as such where the batch is parsed",
+    "training_data/feed.py": "64 hex digits, checked as such where the batch is parsed",
     "cli/wire_new.py": OWN_CONSTANTS,
     "cli/wire_sandbox.py": OWN_CONSTANTS,
     "files.py": OWN_FOLDER,

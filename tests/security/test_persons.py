@@ -22,7 +22,7 @@ from tests.time_world import VirtualClock
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants, snapshot
 from prime_node.coordinator.state.endings import WORKERS_REMEMBERED_FACTOR
-from prime_node.coordinator.state.person_events import MachineRevoked
+from prime_node.coordinator.state.persons import MachineRevoked
 from prime_node.coordinator.state.scheduler import NothingToLease
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey

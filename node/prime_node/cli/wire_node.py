@@ -85,7 +85,7 @@ async def node_page(worker: Worker, link: str) -> AsyncIterator[None]:
     from prime_node.adapters.web.aiohttp_server import AiohttpServer
     from prime_node.pages.loopback import LoopbackGate, is_loopback_host
     from prime_node.ports.web import CallerBounds
-    from prime_node.worker.page.node_pages import NodePages
+    from prime_node.worker.page.node_view import NodePages
 
     gate, server = LoopbackGate(), AiohttpServer()
     routes = NodePages(worker, gate, link).routes()

@@ -263,10 +263,9 @@ def trainer_parts(
     from prime_node.broadcast.publish.publisher import Publisher
     from prime_node.trainer.checkpointing import Checkpoints
     from prime_node.trainer.committing import Committer
-    from prime_node.trainer.kept_rewards import KeptRewards
+    from prime_node.trainer.further_rewards import KeptRewards
     from prime_node.trainer.trainer import Trainer, record_published
-    from prime_node.training_data.feed import Feed
-    from prime_node.training_data.kept_bundles import KeptBundles
+    from prime_node.training_data.feed import Feed, KeptBundles
 
     spec, read = run.spec, wire.tokenizer(model)
     wire.check_size(model, run)

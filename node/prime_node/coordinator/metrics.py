@@ -1,4 +1,4 @@
-"""Declarations of the coordinator's metrics. Its rows (measure/report.py) also become gauges (observe.Gauges)."""
+"""Declarations of the coordinator's metrics. Its rows (measure/observer.py) also become gauges (observe.Gauges)."""
 
 from __future__ import annotations
 

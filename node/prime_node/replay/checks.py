@@ -12,7 +12,6 @@ from prime_node.algo.schedule import ParameterSchedule
 from prime_node.broadcast.audit.audit import Verified, audit
 from prime_node.broadcast.audit.verified_parts import CheckFailed, feed_parts
 from prime_node.ports.environment import Environment, Tokenizer
-from prime_node.replay.bound import AdamBound, bound_faults
 from prime_node.replay.finding import (
     ReplayFault,
     ReplayOutcome,
@@ -25,6 +24,7 @@ from prime_node.replay.finding import (
 from prime_node.replay.ledger_match import ledger_faults
 from prime_node.replay.material import Material, given
 from prime_node.replay.rewards import reward_faults
+from prime_node.replay.tolerance import AdamBound, bound_faults
 from prime_node.trainer.config import TrainerConfig
 from prime_node.training_data.feed import Feed, StepBatch
 from prime_protocol.checkpoint import CheckpointDecoder

@@ -16,7 +16,7 @@ from prime_node.patience import unless
 from prime_node.ports.train_backend import KeptPolicy, PackedBatch, TrainBackend
 from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_node.trainer.batch import MiniBatch, ReadyBatch
-from prime_node.trainer.kept_rewards import RewardsKey
+from prime_node.trainer.further_rewards import RewardsKey
 from prime_node.trainer.other_policies import (
     credited,
     for_critic,

@@ -17,8 +17,7 @@ from prime_node.ports.train_samples import Group, TrainingMode, TrainSample
 from prime_node.trainer.batch import ready_batch
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.evaluate import Evaluator
-from prime_node.trainer.further_rewards import FurtherRewards
-from prime_node.trainer.kept_rewards import KeptRewards, RewardsKey
+from prime_node.trainer.further_rewards import FurtherRewards, KeptRewards, RewardsKey
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.recipe import Recipe
 from prime_node.trainer.state import TrainerState

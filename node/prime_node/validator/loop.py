@@ -1,7 +1,7 @@
 """The validator's loop.
 
 Concurrency: `fetch` asks the coordinator for work by long poll and fills a bounded queue. `judge` empties the queue, one
-forward pass after another; bundles that wait for one policy share a pass (batching.py). Rewards of proven bundles are computed in
+forward pass after another; bundles that wait for one policy share a pass (`batches`). Rewards of proven bundles are computed in
 parallel, each bundle's in a scoring worker of its own, and a bounded number of bundles waits for scoring workers. References for
 unseeded rewards are sampled before that, in short turns between forward passes (references.py). The follower provides and has
 verified the policy that a bundle needs.
@@ -27,12 +27,11 @@ from prime_node.patience import PAUSE_S_MIN, ask_until_answered, unless
 from prime_node.ports.engine import EngineDied, EngineMismatch, GenerateRequest, SamplingScorer
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import begin_span, of_lease, spanned
-from prime_node.validator.batching import BundleAudit, batches, take_waiting
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, prove_bundles, reward_bundle
 from prime_node.validator.references import ReferenceComparison
 from prime_node.validator.scoring import NotWanted
 from prime_node.validator.spans import policies_of
-from prime_node.validator.validator import Validator
+from prime_node.validator.validator import BundleAudit, Validator, batches, take_waiting
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.replies import CheckTask, NotYet

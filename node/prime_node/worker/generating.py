@@ -3,6 +3,12 @@
 Concurrency: the engine generates, for several leases side by side if it can. If the run's schedule swaps policies during
 generation, a second task of each lease waits for the follower's next policy; the first one to have it passes it to the
 engine for all. Whichever task finishes first wakes `generate`; cancelling ends both.
+
+With multi-turn environments every rollout of the lease is an episode of its own; concurrent requests to the model are batched
+(envs/episodes.py). An environment is third-party code. An exception ends its episode, and the tokens sampled before it
+count, because a validator's environment may raise at the same place. If it continues there instead, the bundle is
+rejected as incomplete, which is no strike. If its process exits, all its episodes fail; each is then played again alone,
+so that no lease is handed from worker to worker forever.
 """
 
 from __future__ import annotations
@@ -10,16 +16,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from prime_node.envs.episodes import BatchingQueue, EpisodeRecorder, again_alone, bounds_of
 from prime_node.patience import cancel_all
 from prime_node.ports.engine import Engine, EngineMismatch, GenerateRequest, swapping_engine
-from prime_node.worker.episodes import NothingSampled, Sample
+from prime_node.ports.environment import TurnEnvironment
 from prime_node.worker.loaded_policy import LoadedPolicy
-from prime_protocol.assignment import Lease
+from prime_protocol.assignment import GroupAssignment, Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, RemoteError
@@ -28,18 +36,82 @@ from prime_protocol.key_ring import Role
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.requests import LeaseRequest
 from prime_protocol.rollout import Completion, EngineInfo, RolloutHeader, Rollouts, pack_body, rollouts_for
-from prime_protocol.run_spec import PinnedRun
+from prime_protocol.run_spec import PinnedRun, RunSpec
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.turns import Turn, rollouts_of_turns
 from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
 
+
+Sample = Callable[[list[GenerateRequest]], Awaitable[list[Completion]]]
+"""Function that returns an engine's completions of a batch."""
+
+
+class NothingSampled(Exception):
+    """An environment ended an episode before it asked the model for anything."""
+
+
+async def play_lease(
+    lease: Lease,
+    spec: RunSpec,
+    environments: Mapping[str, TurnEnvironment],
+    sample: Sample,
+) -> list[list[Turn]]:
+    """Return the turns of each rollout, in the lease's order of groups and seeds.
+
+    Raises NothingSampled, and whatever `sample` raises.
+    """
+    queue, alone = BatchingQueue(sample), asyncio.Lock()
+    bounds = bounds_of(spec)
+    played = await queue.serving(
+        asyncio.gather(
+            *(
+                _turns(
+                    group,
+                    environments.get(group.problem.environment),
+                    partial(EpisodeRecorder, seed, bounds[group.problem.environment], queue.ask),
+                    alone,
+                )
+                for group in lease.groups
+                for seed in group.seeds
+            )
+        )
+    )
+    if not all(played):
+        raise NothingSampled
+    return played
+
+
+async def _turns(
+    group: GroupAssignment,
+    environment: TurnEnvironment | None,
+    begin: Callable[[], EpisodeRecorder],
+    alone: asyncio.Lock,
+) -> list[Turn]:
+    """Return the turns of one rollout. Its seeds make a second run equal to the first."""
+    recorder, problem = begin(), group.problem
+    if environment is None:  # single-turn
+        await recorder(group.prompt_token_ids)
+        return recorder.turns
+
+    async def play() -> float:
+        nonlocal recorder
+        recorder = begin()
+        return await environment.play(problem.index, group.prompt_token_ids, recorder)
+
+    try:
+        await again_alone(play, alone)
+    except Exception:
+        log.warning("environment %s, problem %d: an episode failed", problem.environment, problem.index, exc_info=True)
+    return recorder.turns
+
+
 GROUP_BYTES_MAX, TOKEN_BYTES_MAX = 2**12, 12
 """Bytes of a lease's group of one completion, or of what precedes the groups; and of a token of its prompt."""
 
 Play = Callable[[Lease, Sample], Awaitable[list[list[Turn]]]]
-"""Function like episodes.play_lease, bound to the run's environments."""
+"""Function like `play_lease`, bound to the run's environments."""
 
 
 def open_lease(envelope: Envelope, asked: LeaseRequest, *, run: PinnedRun, worker: str) -> Lease:

@@ -23,9 +23,8 @@ from prime_node.ports.engine import BatchingEngine, EngineMismatch, swapping_eng
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import of_lease, spanned
 from prime_node.worker.activity import HOLDING_MAX, LeaseInHand
-from prime_node.worker.episodes import play_lease
-from prime_node.worker.generating import Play, bundle_for, generate, open_lease
-from prime_node.worker.rehearsal import rehearse
+from prime_node.worker.generating import Play, bundle_for, generate, open_lease, play_lease
+from prime_node.worker.pace import rehearse
 from prime_node.worker.reporting import status_of
 from prime_node.worker.worker import Worker
 from prime_protocol.assignment import Lease

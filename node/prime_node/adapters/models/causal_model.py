@@ -9,22 +9,57 @@ Letters: B completions, P different prompts, K columns of the cache, Q new colum
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from prime_node.adapters.models.batch_cache import BatchCache
-from prime_node.adapters.models.borrowed_layers import borrowed, layers_of
 from prime_node.adapters.models.hub_names import hub_names
 from prime_node.adapters.models.model_config import config_at_fault, read_model_config, require_memory
 from prime_protocol.weights import Weights
+
+
+def layers_of(model: nn.Module, count: int) -> list[nn.Module]:
+    """Return the model's `count` layers; none if no list of modules is that long, or if layers share parameters."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            names = [id(parameter) for layer in module for parameter in layer.parameters()]
+            return list(module) if len(names) == len(set(names)) else []
+    return []
+
+
+@contextlib.contextmanager
+def borrowed(layers: Sequence[nn.Module], made: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Give each layer, only while it computes, `made(parameter)` for each of its parameters."""
+    own: dict[int, Tensor] = {}
+
+    def lend(layer: nn.Module, *_: Any) -> None:
+        with torch.inference_mode(False), torch.no_grad():  # a parameter takes no tensor of the inference mode
+            for parameter in layer.parameters():
+                own[id(parameter)] = parameter.data
+                parameter.data = made(parameter)
+
+    def give_back(layer: nn.Module, *_: Any) -> None:
+        for parameter in layer.parameters():
+            if id(parameter) in own:  # an error may come between two of them
+                parameter.data = own.pop(id(parameter))
+
+    hooks = [layer.register_forward_pre_hook(lend) for layer in layers]
+    hooks += [layer.register_forward_hook(give_back, always_call=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Arithmetic types. On a CPU without AMX bf16 is two to three times slower than fp32, and further from any other engine."""

@@ -22,8 +22,7 @@ from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_dialling import Dialler
-from prime_node.adapters.peers.libp2p_doorkeeper import Doorkeeper
-from prime_node.adapters.peers.libp2p_gate import ConnectionGater
+from prime_node.adapters.peers.libp2p_gate import ConnectionGater, Doorkeeper
 from prime_node.adapters.peers.libp2p_hints import Hints
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_meeting import KEY_CHARS_MAX, MEET, Meetings, hosts_by

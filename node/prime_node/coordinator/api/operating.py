@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.person_events import PersonBanned, PersonUnbanned
+from prime_node.coordinator.state.persons import PersonBanned, PersonUnbanned
 from prime_node.coordinator.state.records import JoiningLimits
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import AdminRequest

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.presence import Presence
-from prime_node.coordinator.state.person_events import MachineRevoked
-from prime_node.coordinator.state.persons import machines_of
+from prime_node.coordinator.state.persons import MachineRevoked, machines_of
 from prime_node.ports.clock import Clock
 from prime_protocol.delegation import Delegation, open_delegation, read_delegation
 from prime_protocol.errors import ErrorCode, RemoteError

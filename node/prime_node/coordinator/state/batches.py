@@ -2,16 +2,18 @@
 
 `choose_batch` decides, as a function of the state. The batch is fixed when the trainer receives it: the event names its groups.
 With in-order selection, a batch is the next slots by number, and it waits for each of them. Otherwise the batch is chosen among
-the accepted groups. Stale groups are dropped, waited for, masked or kept, as the run's policy says (training_data/selection.py).
+the accepted groups. Stale groups are dropped, waited for, masked or kept, as the run's policy says.
 Further events: durable steps, publications, draining. What the run still needs follows from the same state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from math import inf
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from prime_node.coordinator.state import evaluations, slots
 from prime_node.coordinator.state import events as ev
@@ -24,8 +26,62 @@ from prime_node.coordinator.state.effects import (
 )
 from prime_node.coordinator.state.records import LeaseRecord, Publication, State, WorkerRecord
 from prime_node.coordinator.state.slot_records import StepSlots
-from prime_node.training_data.selection import Ready, choose_ready, is_overdue, stale
 from prime_protocol.schedule import Selection, StalePolicy
+
+
+class Ready(NamedTuple):
+    """An accepted group that is in no batch yet."""
+
+    slot: int
+    policy_version: int
+    """Policy from which its staleness is counted."""
+    order: int
+    """Position among all groups in the order of acceptance."""
+
+
+def stale(ready: Iterable[Ready], *, step: int, lag_max: int) -> tuple[int, ...]:
+    """Return the slots of groups that are too old for `step`, ascending."""
+    return tuple(sorted(group.slot for group in ready if step - group.policy_version > lag_max))
+
+
+def is_overdue(begun_versions: Iterable[int], *, step: int, lag_max: int) -> bool:
+    """Return whether a group that is begun and not accepted would be too old for the batch after `step` (StalePolicy.WAIT)."""
+    return any(step - version >= lag_max for version in begun_versions)
+
+
+def choose_ready(
+    ready: Sequence[Ready],
+    count: int,
+    *,
+    selection: Selection,
+    slots_end: int,
+    begun_versions: Iterable[int] = (),
+) -> tuple[int, ...] | None:
+    """Return the slots of a batch of `count` groups, ascending; None if it must wait.
+
+    `slots_end` bounds Selection.WINDOW. `begun_versions` holds the policy of each group that is begun and not accepted:
+    Selection.VERSION_FIFO waits for those that come before a group that it would take.
+    """
+    if selection is Selection.WINDOW:
+        ready = [group for group in ready if group.slot < slots_end]
+    if len(ready) < count:
+        return None
+    chosen = sorted(ready, key=_RANKS[selection])[:count]  # mostly sorted already, which makes sorting fast
+    if selection is Selection.VERSION_FIFO and min(begun_versions, default=inf) < chosen[-1].policy_version:
+        return None
+    return tuple(sorted(group.slot for group in chosen))
+
+
+_RANKS: Mapping[Selection, Callable[[Ready], Any]] = {
+    Selection.READY_FIRST: attrgetter("order"),
+    Selection.WINDOW: attrgetter("order"),
+    Selection.LOWEST_SLOT_FIRST: attrgetter("slot"),
+    Selection.LOWEST_VERSION_FIRST: attrgetter("policy_version", "order"),
+    Selection.VERSION_FIFO: attrgetter("policy_version", "slot"),
+    Selection.FRESHEST_FIRST: lambda group: (-group.policy_version, group.slot),
+}
+"""Training order of ready groups, by selection."""
+
 
 CHOICE_RULES = 1
 """Version of the rules by which `choose_batch` and `stale_slots` choose. A change of what they choose raises it: `coordinator

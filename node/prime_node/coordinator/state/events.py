@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.carrier import carrier
 from prime_node.coordinator.state.curriculum import Rating
-from prime_node.coordinator.state.person_events import MachineRevoked, PersonBanned, PersonUnbanned
+from prime_node.coordinator.state.persons import MachineRevoked, PersonBanned, PersonUnbanned
 from prime_node.coordinator.state.records import Claim, JoiningLimits
 from prime_protocol.evidence import BundleEvidence, Weighed
 from prime_protocol.verdict import RejectReason

@@ -1,4 +1,4 @@
-"""Which machines belong to which person, by the delegations that they joined with (prime_protocol/delegation.py).
+"""Persons: their events, and which machines belong to whom, by the delegations of joins (prime_protocol/delegation.py).
 
 A person gains nothing by having machines: each is a newcomer of its own, counts for its own network, and uses up an invitation
 of its own. So the sums of newcomers.py need no change. What a person can lose is shared: a ban of the person holds for all its
@@ -10,8 +10,35 @@ A machine's key stays with its person while the coordinator remembers it, so it 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
+from prime_node.carrier import carrier
 from prime_node.coordinator.state.records import State, WorkerRecord
+
+
+@carrier(frozen=True, slots=True)
+class PersonBanned:
+    """Event: the operator bans a person, and so all its machines."""
+
+    person: str
+    reason: str
+    type: Literal["person_banned"] = "person_banned"
+
+
+@carrier(frozen=True, slots=True)
+class PersonUnbanned:
+    """Event: the operator lifts a person's ban and the operator's bans of its machines. Bans by evidence stay."""
+
+    person: str
+    type: Literal["person_unbanned"] = "person_unbanned"
+
+
+@carrier(frozen=True, slots=True)
+class MachineRevoked:
+    """Event: a person revokes one of its machines. Its open leases lapse, and its key joins no more."""
+
+    worker: str
+    type: Literal["machine_revoked"] = "machine_revoked"
 
 
 def machines_of(state: State, person: str) -> Iterator[WorkerRecord]:

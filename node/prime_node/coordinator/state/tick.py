@@ -32,7 +32,7 @@ from prime_node.coordinator.state import (
 )
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.effects import CHECK_CHANGED, Effect, Settled
-from prime_node.coordinator.state.person_events import MachineRevoked, PersonBanned, PersonUnbanned
+from prime_node.coordinator.state.persons import MachineRevoked, PersonBanned, PersonUnbanned
 from prime_node.coordinator.state.records import Ban, LeaseEnd, LeaseRecord, PendingBundle, State, WorkerRecord
 from prime_protocol.verdict import BanKind, BundleStatus
 
