@@ -67,7 +67,6 @@ ALSO_ALLOWED = {
     "prime_node.config": {"pydantic_settings"},
     "prime_node.cli": {"rich", "typer", "uvloop"},
     "prime_node.cli.plot": {"matplotlib", "plotext"},
-    "prime_node.cli.plot_timeline": {"matplotlib"},
     "prime_node.cli.doctor": {"torch"},  # asks it what it can run on
     "prime_lab.noise_on_device": {"torch", "triton"},  # compares a kernel of an adapter
     "prime_lab.s3_server": {"obstore"},  # waits until the server that it started stores an object

@@ -9,7 +9,7 @@ from tests.builder import provenance
 from tests.node.batch_coordinator import TRAINER, BatchCoordinator
 from tests.time_world import VirtualClock
 
-from prime_node.broadcast.publish.publication import Published
+from prime_node.broadcast.publish.encoder import Published
 from prime_node.broadcast.publish.publisher import Publisher
 from prime_protocol.weights import Weights, WeightTensor
 

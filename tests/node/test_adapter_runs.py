@@ -15,8 +15,7 @@ from tests.node.trainer_world import CONFIG, make_trainer, rows
 from prime_node.adapters.engines.merging_engine import MergingEngine, MergingScorer
 from prime_node.adapters.engines.torch_weights import to_torch
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.lora import LoraSettings
-from prime_node.adapters.models.merged_linear import merged_weight
+from prime_node.adapters.models.lora import LoraSettings, merged_weight
 from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_node.adapters.environments.hub_files import hub_file
+from prime_node.adapters.environments.data_files import hub_file
 from prime_node.adapters.environments.math_answers import is_same_math
 from prime_node.cli.wire_environments import build_environments
 from prime_node.cli.wire_new import pin_datasets

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from prime_node.adapters.training.saved_state import SavedState
+from prime_node.adapters.training.train_state import SavedState
 
 
 def test_a_state_that_nobody_changes_is_not_copied() -> None:

@@ -110,7 +110,7 @@ def test_a_run_without_a_timeline_is_reported(tmp_path: Path) -> None:
 
 def test_the_picture_shows_the_lanes(run_dir: RunDir, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from prime_node.cli.plot_timeline import save_timeline_png
+    from prime_node.cli.plot import save_timeline_png
 
     save_timeline_png(read_timeline(run_dir), tmp_path / "trace.png", title="run")
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
@@ -118,7 +118,7 @@ def test_the_picture_shows_the_lanes(run_dir: RunDir, tmp_path: Path) -> None:
 
 def test_a_run_without_a_step_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from prime_node.cli.plot_timeline import save_timeline_png
+    from prime_node.cli.plot import save_timeline_png
 
     lanes = (TRAINER, "anna")
     save_timeline_png(Timeline(lanes, (Activity("anna", "lease", 1.0, 3.0),)), tmp_path / "trace.png", title="run")
@@ -127,7 +127,7 @@ def test_a_run_without_a_step_can_be_drawn(tmp_path: Path) -> None:
 
 def test_a_worker_whose_name_looks_like_a_formula_stops_no_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from prime_node.cli.plot_timeline import save_timeline_png
+    from prime_node.cli.plot import save_timeline_png
 
     lanes = (TRAINER, r"$\x$ 12D3KooW")
     activities = (Activity(TRAINER, "train", 1.0, 4.0, step=1), Activity(lanes[1], "lease", 1.0, 3.0))

@@ -10,8 +10,7 @@ import torch
 from tests.node.batch_coordinator import write_model
 from tests.node.rank_jobs import samples
 
-from prime_node.adapters.models.lora import LoraSettings
-from prime_node.adapters.models.merged_linear import MergedLinear, merged_weight
+from prime_node.adapters.models.lora import LoraSettings, MergedLinear, merged_weight
 from prime_node.adapters.training.sharding import PLAIN, Placement
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss

@@ -15,7 +15,7 @@ from tests.time_world import VirtualClock
 from prime_node.adapters.tcp_links import TcpLinks
 from prime_node.broadcast.swarm.uplink import Uplink
 from prime_node.broadcast.swarm.yielding import Yielding, YieldRules
-from prime_node.ports.upload_links import LinkReading
+from prime_node.ports.swarm import LinkReading
 
 CAPACITY = 1_250_000.0
 """10 Mbit/s."""

@@ -10,8 +10,7 @@ from threading import Thread
 import pytest
 from huggingface_hub import constants
 
-from prime_node.adapters.environments.data_files import find_file
-from prime_node.adapters.environments.hub_files import hub_file
+from prime_node.adapters.environments.data_files import find_file, hub_file
 from prime_node.cli.wire_environments import start_environments, with_file_at_hand
 from prime_node.envs.grants import grant_of, is_granted
 from prime_node.envs.settings import EnvironmentSettings

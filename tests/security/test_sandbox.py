@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.security.sandbox_world import PREAMBLE, inside
 
-from prime_node.adapters.sandbox import bubblewrap, landlock, namespaces, syscalls
+from prime_node.adapters.sandbox import bubblewrap, landlock, namespaces, seccomp
 from prime_node.adapters.sandbox.rules import Restriction, SandboxLevel, SandboxRules
 from prime_node.cli.wire_sandbox import level_here
 
@@ -131,8 +131,8 @@ print(json.dumps([*(tried(lambda: connect(port)) for port in options["ports"]), 
 
 def test_system_calls_that_no_role_makes_are_refused(folder: Path) -> None:
     program = """
-from prime_node.adapters.sandbox import seccomp, syscalls
-machine = syscalls.architecture()
+from prime_node.adapters.sandbox import seccomp
+machine = seccomp.architecture()
 THREADS = "import threading; threading.Thread().start()"
 confine(SandboxRules(**USUAL, mode_changes=ModeChanges.REFUSED, shared_ipc=False))
 libc = ctypes.CDLL(None, use_errno=True)
@@ -309,7 +309,7 @@ print(json.dumps([tried(lambda: os.truncate(folder.parent / "other" / "secret", 
 
 
 def test_the_tables_of_system_calls_agree_with_the_headers_of_this_machine() -> None:
-    machine, header = syscalls.architecture(), Path("/usr/include/asm-generic/unistd.h")
+    machine, header = seccomp.architecture(), Path("/usr/include/asm-generic/unistd.h")
     found = [*Path("/usr/include").glob("*/asm/unistd_64.h")] if platform.machine() == "x86_64" else [header]
     if machine is None or not found or not found[0].exists():
         pytest.skip("no kernel headers are installed")

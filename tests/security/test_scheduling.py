@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 ATTACKS = """
 import struct
 from prime_node.adapters.sandbox.privileges import SYS_NICE
-from prime_node.adapters.sandbox.syscalls import architecture
+from prime_node.adapters.sandbox.seccomp import architecture
 numbers = architecture().numbers
 libc = ctypes.CDLL(None, use_errno=True)
 def call(name, *arguments):

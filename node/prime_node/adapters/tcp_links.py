@@ -9,7 +9,7 @@ import sys
 import weakref
 from typing import Any, NamedTuple
 
-from prime_node.ports.upload_links import LinkReading
+from prime_node.ports.swarm import LinkReading
 
 TCP_ESTABLISHED = 1
 SO_MAX_PACING_RATE = 47

@@ -16,7 +16,6 @@ curve.png summary.json
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from prime_node.inside import read_regular
@@ -34,82 +33,41 @@ STATE = "state.sqlite"
 """File name of the coordinator's state in its folder."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths of one run. Example: RunDir(Path("runs/demo"))."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
         """Settings that the run was made with."""
-        return self.path / "config.toml"
-
-    @property
-    def overrides_file(self) -> Path:
+        self.overrides_file = path / "overrides"
         """File of the `--set` assignments that the run was made with."""
-        return self.path / "overrides"
+        self.run_spec = path / RUN_NAME
+        """File of the signed RunSpec."""
+        self.join_link_file = path / "join-link"
+        """File of the join link for contributors."""
+        self.operate_socket = path / "operate.sock"
+        """Socket of the operator's page, while `prime-node operate open --socket` serves it."""
+        self.model = path / "model"
+        """Folder of the model's configuration and tokenizer."""
+        self.coordinator = path / "coordinator"
+        """Folder of the coordinator's state and bundles."""
+        self.assignment_secret = self.coordinator / SECRET
+        """Secret from which problems and seeds are derived. It outlives the coordinator's keys."""
+        self.public = self.coordinator / "public"
+        """Folder that the coordinator publishes, in the layout that `prime-node verify DIR` reads."""
+        self.archived = self.coordinator / ARCHIVED
+        """Folder of the bundles that the coordinator keeps for auditors."""
+        self.trainer = path / "trainer"
+        self.trainer_metrics = self.trainer / "metrics.jsonl"
+        """File of the trainer's metrics: one JSON row per step and per policy."""
+        self.validator = path / "validator"
 
     def overrides(self) -> list[str]:
         """Return the `--set` assignments that the run was made with."""
         return (
             _read(self.overrides_file).decode("utf-8", "replace").splitlines() if self.overrides_file.exists() else []
         )
-
-    @property
-    def run_spec(self) -> Path:
-        """File of the signed RunSpec."""
-        return self.path / RUN_NAME
-
-    @property
-    def join_link_file(self) -> Path:
-        """File of the join link for contributors."""
-        return self.path / "join-link"
-
-    @property
-    def operate_socket(self) -> Path:
-        """Socket of the operator's page, while `prime-node operate open --socket` serves it."""
-        return self.path / "operate.sock"
-
-    @property
-    def model(self) -> Path:
-        """Folder of the model's configuration and tokenizer."""
-        return self.path / "model"
-
-    @property
-    def coordinator(self) -> Path:
-        """Folder of the coordinator's state and bundles."""
-        return self.path / "coordinator"
-
-    @property
-    def assignment_secret(self) -> Path:
-        """Secret from which problems and seeds are derived. It outlives the coordinator's keys."""
-        return self.coordinator / SECRET
-
-    @property
-    def public(self) -> Path:
-        """Folder that the coordinator publishes, in the layout that `prime-node verify DIR` reads."""
-        return self.coordinator / "public"
-
-    @property
-    def archived(self) -> Path:
-        """Folder of the bundles that the coordinator keeps for auditors."""
-        return self.coordinator / ARCHIVED
-
-    @property
-    def trainer(self) -> Path:
-        """Folder of the trainer."""
-        return self.path / "trainer"
-
-    @property
-    def trainer_metrics(self) -> Path:
-        """File of the trainer's metrics: one JSON row per step and per policy."""
-        return self.trainer / "metrics.jsonl"
-
-    @property
-    def validator(self) -> Path:
-        """Folder of the validator."""
-        return self.path / "validator"
 
     def worker(self, number: int) -> Path:
         """Return the folder of worker `number` on this machine."""

@@ -32,7 +32,7 @@ def trace(
     try:
         write_durably(target, json.dumps(chrome_trace(timeline)).encode())
         if png is not None:
-            from prime_node.cli.plot_timeline import save_timeline_png
+            from prime_node.cli.plot import save_timeline_png
 
             save_timeline_png(timeline, png, title=run_dir.path.name)
     except OSError as error:

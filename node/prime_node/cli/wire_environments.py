@@ -162,7 +162,7 @@ def open_launcher(
     `changeable`: folders that the role may write. Returns None if namespaces are not available anyway. Raises LocalError if the
     role could replace what the processes read, and so have them read anything.
     """
-    from prime_node.adapters.environments.hub_files import cache_folder
+    from prime_node.adapters.environments.data_files import cache_folder
     from prime_node.adapters.environments.launcher import Launcher, Plan
     from prime_node.adapters.environments.restrictions import why_not_isolated
 

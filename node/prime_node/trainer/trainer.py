@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from prime_node import __version__
-from prime_node.broadcast.publish.publication import Published
+from prime_node.broadcast.publish.encoder import Published
 from prime_node.broadcast.publish.publisher import Publisher
 from prime_node.memory import return_free_memory
 from prime_node.observe import Recorder

@@ -27,9 +27,8 @@ from prime_node.adapters.models.lora import (
     is_adapter,
 )
 from prime_node.adapters.models.model_config import config_at_fault, read_model_config, require_memory
-from prime_node.adapters.models.policy_module import PolicyModule
+from prime_node.adapters.models.policy_module import PolicyModule, ValueModule
 from prime_node.adapters.models.pretrained_model import folder_weights
-from prime_node.adapters.models.value_module import ValueModule
 from prime_node.adapters.training import packed_attention
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.sharding import Placement, arrange, local_rows

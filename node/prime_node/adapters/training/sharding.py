@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from prime_node.adapters.engines.torch_weights import to_weights
-from prime_node.adapters.models.policy_module import PolicyModule
-from prime_node.adapters.models.value_module import ValueModule
+from prime_node.adapters.models.policy_module import PolicyModule, ValueModule
 from prime_node.adapters.training.ranks import Ranks
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import Weights, WeightTensor

@@ -1,7 +1,7 @@
 """The train backend on torch: any causal language model of Hugging Face with full attention, on one process or on many.
 
 The model computes with exactly the published weights, rounded to bf16 by default; AdamW works on fp32 masters (masters.py).
-With adapters these are the merged weights (merged_linear.py). Logprobs are defined as in the engines: over the whole vocabulary
+With adapters these are the merged weights (lora.py). Logprobs are defined as in the engines: over the whole vocabulary
 at the run's temperature (at 1 if that is 0), without the noise.
 
 A step is forward and backward over packed passes (algo/shares.py), one after another, then clipping and the optimizer. The loss
@@ -36,11 +36,11 @@ from prime_node.adapters.training.masters import Masters, round_in_place
 from prime_node.adapters.training.passes import Passes
 from prime_node.adapters.training.policy_scores import PolicyScores
 from prime_node.adapters.training.ranks import ALONE, Ranks
-from prime_node.adapters.training.saved_state import SavedState
 from prime_node.adapters.training.shard_copies import ShardCopies
 from prime_node.adapters.training.sharding import PLAIN, Placement, dealt, gathered, local_rows
 from prime_node.adapters.training.torch_batch import Tallies, credible, drift, loss_inputs
 from prime_node.adapters.training.torch_optimizers import make_optimizer, set_learning_rate
+from prime_node.adapters.training.train_state import SavedState
 from prime_node.algo.losses import LOG_RATIO_ABS
 from prime_node.algo.shares import Packing, PackingSettings, RankShare, shares
 from prime_node.broadcast.publish.encoder import WholeCopy

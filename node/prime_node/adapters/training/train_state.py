@@ -9,12 +9,16 @@
 
 Names of one rank's own data contain the rank: for the same name on two ranks DCP would silently keep only one. A checkpoint of
 one process can be read by many and vice versa; DCP splits the tensors again.
+
+A state on its way to the disk is copied only if it would change before a thread writes it. The state of AdamW is two or three
+times the weights. A copy of it would be the largest part of a trainer's memory, for seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,9 +35,43 @@ from torch.distributed.tensor import DTensor
 
 from prime_node.adapters.training.committed_state import Parts, tensors_of
 from prime_node.adapters.training.ranks import Ranks
-from prime_node.adapters.training.saved_state import SavedState
 from prime_node.adapters.training.torch_optimizers import put_state
 from prime_protocol.errors import LocalError
+
+
+class SavedState:
+    """Tensors that another thread writes. Who changes them calls `before_change` first."""
+
+    def __init__(self, state: dict[str, Any], *, is_copy: bool = False) -> None:
+        """Keep a state. `is_copy`: nothing changes its tensors."""
+        self._state = state
+        self._is_copy, self._is_begun = is_copy, False
+        self._guard = threading.Lock()
+        self._written = threading.Event()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[dict[str, Any]]:
+        """Give the state to the thread that writes it, once."""
+        with self._guard:
+            self._is_begun = True
+        try:
+            yield self._state
+        finally:
+            self._state = {}
+            self._written.set()
+
+    def before_change(self) -> None:
+        """Wait until the state is written; copy it if its writing has not begun."""
+        with self._guard:
+            if not self._is_copy and not self._is_begun:
+                self._state = {key: _cloned(value) for key, value in self._state.items()}
+                self._is_copy = True
+        if not self._is_copy:
+            self._written.wait()
+
+
+def _cloned(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def current_train_state(

@@ -16,7 +16,7 @@ from aiohttp.abc import ResolveResult
 
 from prime_node.adapters.name_lookups import PatientResolver
 from prime_node.adapters.web.http_answers import Patience, new_session, pieces_of_body, reason_of
-from prime_node.adapters.web.proxies import proxy_for
+from prime_node.adapters.web.noted_resolver import proxy_for
 from prime_node.ports.transport import Unreachable
 from prime_protocol.addresses import GLOBAL, may_be_named, parse_ip, place_of
 from prime_protocol.replies import upload_headers

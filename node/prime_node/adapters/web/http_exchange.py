@@ -30,8 +30,7 @@ from prime_node.adapters.web.http_answers import (
     sensible,
     sensible_envelope,
 )
-from prime_node.adapters.web.noted_resolver import NotedResolver
-from prime_node.adapters.web.proxies import proxy_for, shown_proxy, with_host
+from prime_node.adapters.web.noted_resolver import NotedResolver, proxy_for, shown_proxy, with_host
 from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import THROUGH, Unreachable

@@ -3,6 +3,9 @@
 It detects a run's name that leads to the internet first and into a private network later (DNS rebinding). A run may name further
 addresses. They must lead to the same machine for this one and for the server: a run on the internet directs no machine into the
 network around it, nor a proxy into its own.
+
+The proxy of a server is that of this machine's settings: the variables http_proxy, https_proxy and no_proxy, or the system's own.
+A server on this machine is asked directly, whatever the settings say.
 """
 
 from __future__ import annotations
@@ -11,11 +14,36 @@ import contextlib
 import socket
 from contextvars import ContextVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from aiohttp.abc import ResolveResult
 
 from prime_node.adapters.name_lookups import PatientResolver
-from prime_protocol.addresses import may_be_named, parse_ip
+from prime_protocol.addresses import LOOPBACK, may_be_named, parse_ip, place_of
+
+
+def proxy_for(url: str) -> str | None:
+    """Return the proxy through which a URL is requested; None for none."""
+    address = urlsplit(url)
+    host = address.hostname or ""
+    proxy = getproxies().get(address.scheme)
+    if not proxy or host == "localhost" or place_of(host) == LOOPBACK or proxy_bypass(host):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def shown_proxy(proxy: str) -> str:
+    """Return a proxy's address without its user's name and password."""
+    address = urlsplit(proxy)
+    return f"{address.scheme}://{address.netloc.rpartition('@')[2]}"
+
+
+def with_host(url: str, address: str) -> str:
+    """Return a URL with an IP address in place of its host's name."""
+    parts = urlsplit(url)
+    port = "" if parts.port is None else f":{parts.port}"
+    return parts._replace(netloc=(f"[{address}]" if ":" in address else address) + port).geturl()
+
 
 HOSTS_MAX = 64
 """Addresses recorded for one client; with one more, the name counts as leading everywhere."""

@@ -1,6 +1,10 @@
 """Data that a join link pins: the RunSpec and, through it, keys, configuration and tokenizer.
 
 They are fetched from any source and compared with the pinned digests.
+
+A key ring that this machine knew and has lost is found missing: a file that rotted must not put former keys back in force. Two
+traces of a lost ring remain in the folder: the name of its file, and a timestamp whose signer no known ring names. Both were
+written after the ring was verified.
 """
 
 from __future__ import annotations
@@ -11,16 +15,46 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from prime_node.files import read_or_begin
 from prime_node.inside import read_inside, write_inside
 from prime_node.patience import ask_until_answered, first_answer
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import CheckpointSource, StatementSource
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
+from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
-from prime_protocol.key_ring import KeyChain
+from prime_protocol.key_ring import KeyChain, KeyRing, Role
 from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
-from prime_protocol.timestamp import open_timestamp, require_named
+from prime_protocol.timestamp import Timestamp, open_timestamp, require_named
+
+
+def newest_ring_kept(folder: Path, run: PinnedRun) -> int:
+    """Return the highest version of which the folder has a file, also a damaged one; 0 if there is none.
+
+    Whole key rings of another run, which used the folder before, do not count. Raises OSError.
+    """
+    kept = {path: int(path.name[:4]) for path in folder.glob("[0-9][0-9][0-9][0-9].json*")}  # one may be NAME.damaged
+    known = (path for path, version in kept.items() if version <= limits.KEY_RINGS_MAX)
+    return max((kept[path] for path in known if not _is_of_other_run(read_or_begin(path), run)), default=0)
+
+
+def _is_of_other_run(data: bytes, run: PinnedRun) -> bool:
+    try:
+        return parse_json(open_envelope(data).payload, KeyRing).run != run.digest
+    except RemoteError:
+        return False
+
+
+def is_by_unknown_key(envelope: Envelope, run: PinnedRun) -> bool:
+    """Return whether an undamaged timestamp of the run is signed by a key that no known ring names as a coordinator's."""
+    try:
+        signer = envelope.sole_signer()
+        stamp = parse_json(envelope.verify(PayloadType.TIMESTAMP, trusted=(signer,)), Timestamp)
+    except RemoteError:
+        return False
+    return stamp.run == run.digest and signer not in run.keys.ever(Role.COORDINATOR)
+
 
 log = logging.getLogger(__name__)
 

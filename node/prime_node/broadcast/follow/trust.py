@@ -12,9 +12,9 @@ costs a log line. Two timestamps of which the later contradicts the earlier conv
 one version the root: both are kept in `evidence`. Linked peers are asked too, so that the coordinator cannot tell us one thing
 and them another. A peer's timestamp counts only if its key ring is known here and the peer shows the manifest that it names,
 signed by the trainer: so a stolen coordinator key cannot stop machines that have an honest source. A key ring that replaces the
-signer of the newest timestamp voids it. A ring that this machine knew and has lost is waited for (`lost_rings.py`): no timestamp
-counts until a source shows it again. When no source shows a fresh timestamp, `fault` says so, and roles that take new work
-must wait: the run may have continued, and the sources may show an old state.
+signer of the newest timestamp voids it. A ring that this machine knew and has lost is waited for (`newest_ring_kept`): no
+timestamp counts until a source shows it again. When no source shows a fresh timestamp, `fault` says so, and roles that take new
+work must wait: the run may have continued, and the sources may show an old state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from prime_node.broadcast.follow.lost_rings import is_by_unknown_key, newest_ring_kept
+from prime_node.broadcast.follow.pinned import is_by_unknown_key, newest_ring_kept
 from prime_node.files import disk_faults, read_or_begin, write_durably
 from prime_node.inside import place
 from prime_node.ports.clock import Clock

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from prime_node.broadcast.publish.spans import (
     SpanRules,
@@ -27,6 +28,45 @@ from prime_node.ports.train_backend import PolicyCopy
 from prime_protocol.checkpoint import encode_parts, tensor_table
 from prime_protocol.manifest import BasePolicy, Encoding, Manifest, PartEntry, TensorEntry
 from prime_protocol.weights import Weights, num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One policy that was announced."""
+
+    policy_version: int
+    state_root: str
+    raw_bytes: int
+    """Bytes of all tensors."""
+    encodings: Mapping[str, int]
+    """Bytes of each encoding: "anchor", "delta_1" for the one from the policy before, "delta_4" and so on."""
+    seconds: float
+    """Duration from the start of its turn."""
+    encode_seconds: float
+    """Part of `seconds` until everything was encoded."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a worker that keeps up downloads for it."""
+        return self.encodings.get("delta_1", self.encodings.get("anchor", min(self.encodings.values())))
+
+    @property
+    def ratio(self) -> float:
+        """Ratio of raw to sent bytes."""
+        return self.raw_bytes / max(1, self.sent_bytes)
+
+
+class Attachment(Protocol):
+    """Further public blobs of a policy, which its provenance names."""
+
+    def blobs(self) -> Iterator[Callable[[], bytes]]:
+        """Yield a function for each blob, which reads it."""
+        ...
+
+    def drop(self) -> None:
+        """Release what holds them. Idempotent."""
+        ...
+
 
 log = logging.getLogger(__name__)
 ENCODE_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))

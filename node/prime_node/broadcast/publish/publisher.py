@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_node.broadcast.publish.disk_room import DiskRoom, PartSpool
-from prime_node.broadcast.publish.encoder import Encoded, SpanEncoder, WholeCopy
+from prime_node.broadcast.publish.encoder import Attachment, Encoded, Published, SpanEncoder, WholeCopy
 from prime_node.broadcast.publish.last_signed import LastSigned
-from prime_node.broadcast.publish.publication import Attachment, Published
 from prime_node.broadcast.publish.spans import FIRST_S_MAX, SpanRules
 from prime_node.broadcast.routes import UpdateRoute, routes_of
 from prime_node.patience import ask_until_answered, cancel_all, first_of

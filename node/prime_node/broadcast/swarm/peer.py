@@ -21,10 +21,9 @@ from prime_node.broadcast.swarm.serving import PeerService
 from prime_node.broadcast.swarm.swarm_config import SwarmConfig
 from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.patience import Switch, cancel_all, unless
-from prime_node.ports.host_names import is_own_host
 from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.transport import Unreachable
-from prime_node.ports.web import CallerBounds, WebServer
+from prime_node.ports.web import CallerBounds, WebServer, is_own_host
 from prime_protocol.addresses import network_of
 from prime_protocol.errors import LocalError
 from prime_protocol.requests import PeersRequest

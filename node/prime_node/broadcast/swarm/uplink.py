@@ -22,7 +22,7 @@ from prime_node.broadcast.swarm.yielding import Yielding
 from prime_node.files import replace
 from prime_node.patience import RateLimit
 from prime_node.ports.clock import Clock
-from prime_node.ports.upload_links import UploadLinks
+from prime_node.ports.swarm import UploadLinks
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
 

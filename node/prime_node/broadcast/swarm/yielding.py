@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from prime_node.ports.upload_links import LinkReading
+from prime_node.ports.swarm import LinkReading
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 A proxy appends the address of its caller to X-Forwarded-For. A client can forge the entries before that. So the header is read
 from its end, only as long as the entries come from trusted proxies.
 
-The limits for strangers count by these addresses, and the accepted host names depend on them (host_names.py). The operator may
+The limits for strangers count by these addresses, and the accepted host names depend on them (ports/web.py). The operator may
 list more names, and the operator's own proxies decide for themselves.
 """
 
@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from prime_node.coordinator.config import CoordinatorConfig
-from prime_node.ports.host_names import is_own_host, parsed
-from prime_node.ports.web import CallerBounds, Request
+from prime_node.ports.web import CallerBounds, Request, is_own_host, parsed
 from prime_protocol.addresses import usual_network
 from prime_protocol.visible import printable
 
