@@ -178,3 +178,18 @@ async def test_a_table_that_is_gone_is_no_other_coordinator(postgres: PostgresSe
         await store.append([event(1)], [receipt("a")])
     assert not isinstance(found.value, StoreConflict)
     await store.close()
+
+
+async def test_large_documents_are_read_one_by_one(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, 32 bundles of banned workers were one read: 2 GB, for which a new standby had a minute at each of its starts."""
+    monkeypatch.setattr(postgres_store, "PAGE_BYTES", 1_000)
+    database = await postgres_database(postgres.make_database(), run=RUN)
+    sizes = [400, 600, 1_500, 0, 1_000, 1]
+    for number, size in enumerate(sizes):
+        await database.write_document("evidence", f"{number}.parcel", bytes(size))
+    pages, after = [], -1
+    while rows := await database.documents(after=after, limit=3):
+        pages.append([len(data) for *_, data in rows])
+        after = rows[-1][0]
+    assert pages == [[400, 600], [1_500], [0, 1_000], [1]]
+    await database.close()

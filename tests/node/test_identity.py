@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,24 @@ def test_a_file_of_any_size_is_no_backup_and_fills_no_memory(tmp_path: Path) -> 
         made.truncate(2**40)
     with pytest.raises(LocalError, match="cannot be read as a key backup"):
         read_backup(file, PASSPHRASE)
+
+
+LITTLE_MEMORY = """
+import resource, sys
+from prime_node.adapters.key_backup import decrypt_key
+from prime_protocol.errors import LocalError
+resource.setrlimit(resource.RLIMIT_AS, (900_000_000, 900_000_000))
+try:
+    decrypt_key(sys.stdin.buffer.read(), "a passphrase")
+except LocalError as error:
+    print(error)
+"""
+
+
+def test_a_backup_that_takes_more_memory_than_there_is_gives_no_traceback() -> None:
+    data = re.sub(rb'(?<="log_cost": )[0-9]+', b"20", encrypt_key(SigningKey(bytes(range(32))), PASSPHRASE))
+    ran = subprocess.run([sys.executable, "-c", LITTLE_MEMORY], input=data, capture_output=True, check=True)
+    assert b"require 1024MB of memory" in ran.stdout
 
 
 def test_a_backup_that_was_changed_opens_nothing() -> None:

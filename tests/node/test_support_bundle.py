@@ -117,6 +117,15 @@ def test_no_secret_of_a_run_is_in_its_bundle(run: RunDir, tmp_path: Path) -> Non
     assert all(SECRET not in data and key.to_bytes() not in data for data in files.values() for key in KEYS.values())
 
 
+def test_no_end_of_a_private_key_is_left_where_a_long_log_is_cut(run: RunDir, tmp_path: Path) -> None:
+    """Before, the lines after the cut were kept, as no line said any more that a key began."""
+    rest = "x" * (FILE_BYTES_MAX - 80) + "\n"
+    key = f"-----BEGIN PRIVATE KEY-----\n{'LEAK' * 16}\n{'LEAK' * 3}\n-----END PRIVATE KEY-----\n"
+    run.log("coordinator").write_text(key + rest)
+    kept = bundle_of(run, tmp_path / "out.tar.gz")["support/logs/coordinator.log"].decode()
+    assert kept == f"[removed]-----END PRIVATE KEY-----\n{rest}"
+
+
 @pytest.mark.parametrize("name", ["token=", "Authorization: Bearer "])
 def test_no_end_of_a_secret_is_left_where_a_long_log_is_cut(run: RunDir, tmp_path: Path, name: str) -> None:
     """Before, the name of a value was cut off, and no rule found what was left of the value."""

@@ -51,9 +51,11 @@ def decrypt_key(data: bytes, passphrase: str) -> SigningKey:
         backup = KeyBackup.model_validate_json(data)
     except ValidationError:
         raise LocalError("this file is no key backup of prime-node, or it is damaged") from None
-    cipher = _cipher(passphrase, bytes.fromhex(backup.salt), backup.log_cost)
     try:
+        cipher = _cipher(passphrase, bytes.fromhex(backup.salt), backup.log_cost)
         seed = cipher.decrypt(bytes.fromhex(backup.nonce), bytes.fromhex(backup.sealed), backup.key_id.encode())
+    except MemoryError as error:
+        raise LocalError(str(error)) from None
     except InvalidTag:
         raise LocalError("the passphrase is wrong, or the backup was changed") from None
     key = SigningKey(seed)

@@ -49,7 +49,10 @@ REMOVED = "[removed]"
 PATTERNS = (
     (re.compile(r"(#[0-9a-f]{64}\.)[\w=+/-]+"), rf"\1{REMOVED}"),
     (re.compile(r"(\bBearer\s+)\S+", re.IGNORECASE), rf"\1{REMOVED}"),
-    (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL), rf"\1{REMOVED}"),
+    (
+        re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----|\A(?=[\w+/=\s]+-----END )).*?(?=-----END|\Z)", re.DOTALL),
+        rf"\1{REMOVED}",
+    ),
     (
         re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[a-z]-|A[KS]IA|eyJ[\w-]+\.[\w-]+\.)[\w-]{12,}"),
         REMOVED,

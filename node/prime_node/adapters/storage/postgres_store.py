@@ -42,6 +42,8 @@ CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 10.0
 ANSWER_SECONDS = 60.0
 """Time for one write or one page of rows. The coordinator ends after it, for nothing that peers send is durable."""
+PAGE_BYTES = 2**24
+"""Bytes of documents that are read at once: bundles that prove a ban are among them."""
 PORT_MAX = 65_535
 READERS_MAX = 4
 FENCED = "PR001"
@@ -188,9 +190,16 @@ class PostgresDatabase:
                 await self._call("SELECT write_document($1, $2, $3, $4)", *document)
 
     async def documents(self, *, after: int, limit: int) -> Sequence[Row]:
-        """Return (change, room, name, data) of the documents that were written after a change, in order."""
-        query = "SELECT change, room, name, data FROM documents WHERE change > $1 ORDER BY change LIMIT $2"
-        return await self.fetch(query, after, limit)
+        """Return (change, room, name, data) of the documents that were written after a change, in order.
+
+        They have PAGE_BYTES together, or there is one.
+        """
+        query = (
+            "SELECT change, room, name, data FROM (SELECT *, sum(octet_length(data)) OVER (ORDER BY change) AS through"
+            " FROM (SELECT * FROM documents WHERE change > $1 ORDER BY change LIMIT $2) AS first) AS summed"
+            " WHERE through <= $3 OR through = octet_length(data) ORDER BY change"
+        )
+        return await self.fetch(query, after, limit, PAGE_BYTES)
 
     async def close(self) -> None:
         """Close the connections and end the term."""

@@ -19,7 +19,7 @@ from prime_node.files import write_durably
 from prime_protocol.errors import LocalError
 
 PAGE_DOCUMENTS = 32
-"""Documents that are copied at once."""
+"""Documents that are copied at once at most."""
 CURSOR = "documents.cursor"
 
 
