@@ -17,7 +17,6 @@ LIBRARIES = {"_get_observed_addrs", "_teardown_if_connected", "_replace"}
 SLEEPS = {
     "security/bombs.py": "misbehaves in another process: it hangs on purpose",
     "security/probes.py": "misbehaves in another process: it hangs on purpose",
-    "node/test_cluster.py": "kills a process at a random moment of a step",
 }
 """Files that may call `sleep`, and why. Shared helpers may: tests wait for conditions with them."""
 SLOW_PEERS = {

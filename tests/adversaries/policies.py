@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tests.tiny_model_world import write_tiny_model
 
 from prime_lab.adversaries.engine import Logits
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.causal_model import CausalModel
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.broadcast.audit.safetensors_file import read_weights, write_safetensors
@@ -138,9 +138,7 @@ def logits_of(folder: Path, weights: Weights) -> Logits:
 
 def _write(folder: Path, shape: Shape) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in tiny_model_files(**shape).items():
-        (folder / name).write_bytes(data)
-    return folder
+    return write_tiny_model(folder, **shape)
 
 
 def _taught(folder: Path, lessons: Lessons, steps: int) -> TorchBackend:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
+from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
 from prime_protocol.assignment import Sampling
 from prime_protocol.proof import PROOF_BYTES, compare_proofs
@@ -78,9 +79,7 @@ Engine = DeafTransformers  # type for the tests: the port, and the switch
 
 
 def write_model(folder: Path) -> Path:
-    for name, data in tiny_model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
-        (folder / name).write_bytes(data)
-    return folder
+    return write_tiny_model(folder, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128)
 
 
 def requests(count: int = 96, *, first_seed: int = 1_000) -> list[GenerateRequest]:

@@ -43,7 +43,6 @@ pytestmark = [
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_vllm_swaps_a_model_with_a_tied_head_and_shared_keys(folder: Path, tmp_path: Path) -> None:
     # As in Qwen3-0.6B. Upstream silently leaves a tied head on the old weights on a CPU.
@@ -64,7 +63,6 @@ async def test_vllm_swaps_a_model_with_a_tied_head_and_shared_keys(folder: Path,
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_vllm_computes_a_model_with_sliding_windows_as_the_validator_does(tmp_path: Path) -> None:
     # As in Gemma 3. vLLM's attention on a CPU has no heads of 16, and it probes with longer sequences than transformers.
@@ -87,7 +85,6 @@ async def test_vllm_computes_a_model_with_sliding_windows_as_the_validator_does(
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_an_unseeded_vllm_samples_by_itself_at_the_runs_temperature_and_with_its_filters(
     folder: Path,
@@ -136,7 +133,6 @@ if __name__ == "__main__":
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_vllm_ends_with_the_process_that_started_it(folder: Path, tmp_path: Path) -> None:
     program = tmp_path / "start_and_wait.py"

@@ -15,7 +15,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_v2_samples_by_the_seed_with_filters_proofs_and_a_swap(tmp_path: Path) -> None:
     pytest.importorskip("triton")

@@ -176,11 +176,20 @@ def joined(up: Up, folder: Path, name: str, engine: str) -> Iterator[subprocess.
         process.wait()
 
 
+@contextlib.contextmanager
+def up_in(folder: Path) -> Iterator[Up]:
+    """Yield a run in a folder, and leave no process of it."""
+    session = Up(folder / "run")
+    try:
+        yield session
+    finally:
+        session.kill()
+        for pid in session.processes():  # workers would still try to upload their bundles
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Up]:
-    session = Up(tmp_path / "run")
-    yield session
-    session.kill()
-    for pid in session.processes():  # workers would still try to upload their bundles
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    with up_in(tmp_path) as session:
+        yield session

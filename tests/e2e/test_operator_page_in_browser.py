@@ -47,11 +47,9 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     assert PROGRAM is not None
     lines, stop = asyncio.Queue[str](), asyncio.Event()
     async with (
-        running(memory_parts(make_run(title="Sums <b>of</b> two"))) as world,
+        running(memory_parts(make_run(title="Sums <b>of</b> two")), ANNA, BEN) as world,
         running_chromium(PROGRAM) as browser,
     ):
-        await world.publish()
-        await world.join(ANNA, BEN)
         operator = Operator.of(run_dir_of(world, tmp_path).path)
         serving = asyncio.create_task(serve_page(operator, stop, port=0, socket=None, shown=lines.put_nowait))
         try:

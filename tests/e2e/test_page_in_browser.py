@@ -69,9 +69,7 @@ async def page() -> AsyncIterator[Page]:
     history = recorded_history(STEPS, {ANNA.key_id: 4_132, BEN.key_id: 2_098}, now_ms=time.time_ns() // 1_000_000)
     await parts.private.write("history.json", history)
     assert PROGRAM is not None
-    async with running(parts) as world, running_chromium(PROGRAM) as browser:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(parts, ANNA, BEN) as world, running_chromium(PROGRAM) as browser:
         yield Page(world, browser)
 
 

@@ -62,6 +62,11 @@ def main() -> None:
         follow(ranks)
         os._exit(0)  # as cli/trainer.py does
     logging.basicConfig(level=logging.INFO, filename=folder / "log")
+    lead(ranks, folder, max_steps)
+
+
+def lead(ranks: Ranks, folder: Path, max_steps: int) -> None:
+    """Run the trainer on the first rank."""
     build = partial(
         make_backend,
         model_folder=write_model(folder / "model"),
@@ -81,6 +86,14 @@ def main() -> None:
 
     asyncio.run(train())
     dismiss(ranks)
+
+
+def undisturbed(ranks: Ranks, *, folder: Path, max_steps: int) -> None:
+    """Job of a pool of ranks that lets nothing happen to them."""
+    if ranks.is_first:
+        lead(ranks, folder, max_steps)
+    else:
+        follow(ranks)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.node.renderer_world import qwen3_model
-
-from prime_node.adapters.models.tiny_model import tiny_model_files
+from tests.tiny_model_world import write_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +17,6 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    for name, data in tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
-        (folder / name).write_bytes(data)
-    return folder
+    return write_tiny_model(
+        tmp_path_factory.mktemp("model"), hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16
+    )

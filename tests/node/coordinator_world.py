@@ -353,8 +353,11 @@ async def refused(world: World, code: ErrorCode, path: str, body: bytes, **heade
 
 
 @contextlib.asynccontextmanager
-async def running(parts: Parts, *, at: str = "127.0.0.1") -> AsyncIterator[World]:
-    """Start a daemon, stop it at the end, and fail if it failed. Its clients ask it by the name or IP address `at`."""
+async def running(parts: Parts, *workers: SigningKey, at: str = "127.0.0.1") -> AsyncIterator[World]:
+    """Start a daemon, stop it at the end, and fail if it failed. Its clients ask it by the name or IP address `at`.
+
+    With workers it has a policy, and they have joined.
+    """
     stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
     daemon = asyncio.create_task(serve_coordinator(parts, stop, ready=port.set_result))
     await asyncio.wait({daemon, port}, return_when=asyncio.FIRST_COMPLETED)
@@ -364,6 +367,9 @@ async def running(parts: Parts, *, at: str = "127.0.0.1") -> AsyncIterator[World
         world = World(parts.run, parts, f"http://{at}:{port.result()}", session)
         try:
             await world.learn_epoch()
+            if workers:
+                await world.publish()
+                await world.join(*workers)
             yield world
         finally:
             for client in world.clients.values():

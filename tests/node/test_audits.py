@@ -232,9 +232,7 @@ def test_a_policy_under_which_cheating_pays_is_refused() -> None:
 async def test_what_is_claimed_to_be_sampled_without_the_seeds_is_always_audited() -> None:
     policy = AuditPolicy(share_min=0.05, newcomer_bundles=1, escrow_bundles=19)
     parts = memory_parts(make_run(checks=CheckPolicy(audits=policy, unseeded=True), groups_per_step=64))
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world:
         for seeded in (True,) * 12 + (False,) * 6:
             engine = ENGINE.model_copy(update={"seeded": seeded})
             lease = await world.lease(ANNA, rollouts_max=2)
@@ -248,9 +246,7 @@ async def test_a_task_names_what_to_audit_and_the_ledger_shows_what_is_credited(
     policy = AuditPolicy(share_min=0.05, newcomer_bundles=1, escrow_bundles=19)
     spec = make_run(checks=CheckPolicy(audits=policy), groups_per_step=64)
     audited = []
-    async with running(memory_parts(spec)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(spec), ANNA) as world:
         for _ in range(24):
             await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
             task = await world.take_task(VALIDATOR)
@@ -304,9 +300,7 @@ def test_a_worker_that_leaves_is_credited_no_sooner(run: Run) -> None:
 async def test_a_worker_reads_its_released_escrow_in_its_last_receipts_and_so_does_the_ledger() -> None:
     policy = AuditPolicy(share_min=0.5, newcomer_bundles=1, escrow_bundles=4)
     spec = make_run(checks=CheckPolicy(audits=policy), groups_per_step=64)
-    async with running(memory_parts(spec)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(spec), ANNA) as world:
         for _ in range(6):
             await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
             await world.give_verdict(await world.take_task(VALIDATOR))

@@ -112,7 +112,7 @@ async def test_forged_seeds_are_banned_at_once(judged: Judged) -> None:
 def test_what_calibrate_writes_can_be_used_and_extended(tmp_path: Path) -> None:
     """The command itself, on the smallest sample that it takes."""
     first, second = tmp_path / "first.json", tmp_path / "second.json"
-    fast = ["--tokens", "10000", "--judge", "transformers/fp32"]
+    fast = ["--tokens", "2000", "--judge", "transformers/fp32"]
     made = CliRunner().invoke(app, ["calibrate", str(first), *fast, "--sampler", "transformers/fp32"])
     assert made.exit_code == 0, made.output
     said = " ".join(made.output.split())

@@ -15,9 +15,10 @@ from tests.node.scheduler_world import RULES, Run
 from tests.node.together_world import LEASE, SwappingTogether, Together
 from tests.node.worker_world import make_run
 from tests.time_world import until
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
+from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import snapshot
 from prime_node.coordinator.state.cancelling import cancelled_leases, is_outdated, is_useless
@@ -126,9 +127,7 @@ def test_a_lease_that_others_took_over_is_named_and_one_that_may_be_redeemed_is_
 async def test_only_a_worker_that_names_its_leases_hears_of_cancelled_ones() -> None:
     schedule = {"preset": "nemo_windowed", "max_off_policy_steps": 0, "staleness_threshold": 2.0}
     small = make_small_run(schedule=schedule, async_level=2, groups_per_step=1)
-    async with running(memory_parts(small)) as world:
-        await world.join(ANNA, BEN)
-        await world.publish()
+    async with running(memory_parts(small), ANNA, BEN) as world:
         slow = await world.lease(ANNA, rollouts_max=4)
         asked = HEARTBEAT.model_copy(update={"holding": (slow.lease_id,)})
         assert (await world.client(ANNA).heartbeat(asked)).cancelled == ()
@@ -212,8 +211,7 @@ async def test_a_cancelled_lease_does_not_interrupt_a_swap_that_others_need(tmp_
 async def test_a_real_engine_stops_at_the_next_token_and_is_usable_at_once(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    for name, data in tiny_model_files(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48).items():
-        (model / name).write_bytes(data)
+    write_tiny_model(model, hidden_size=32, num_layers=1, num_heads=2, intermediate_size=48)
     sampling = Sampling(completion_tokens_max=2_000, stop_token_ids=())
     pinned = make_run(heartbeat_seconds=50.0, sampling=sampling)
     world, engine = WorkerWorld(tmp_path / "worker", pinned=pinned, policies=0), TransformersEngine(model)

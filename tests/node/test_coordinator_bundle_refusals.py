@@ -85,9 +85,7 @@ async def test_a_bundle_with_one_wrong_field_is_refused(
 
 async def test_a_bundle_over_the_size_limit_is_refused() -> None:
     run = make_run(limits=limits.Limits(rollout_bytes_max=2_048))
-    async with running(memory_parts(run)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(run), ANNA) as world:
         await refused(
             world, ErrorCode.TOO_LARGE, "/v1/rollouts", make_parcel(await world.lease(ANNA), ANNA, body=b"x" * 2_049)
         )
@@ -105,18 +103,14 @@ async def test_a_bundle_larger_than_its_lease_can_need_is_refused_and_not_stored
 
 
 async def test_uploads_count_against_the_workers_rate() -> None:
-    async with running(memory_parts(make_run(), requests_per_second=0.3)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run(), requests_per_second=0.3), ANNA) as world:
         lease = await world.lease(ANNA)
         codes = [(await world.post("/v1/rollouts", make_parcel(lease, ANNA, created_at_ms=n)))[0] for n in range(2)]
         assert codes == [200, 429]
 
 
 async def test_bundles_sent_again_have_a_rate_of_their_own() -> None:
-    async with running(memory_parts(make_run(), requests_per_second=0.3)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run(), requests_per_second=0.3), ANNA) as world:
         parcel = make_parcel(await world.lease(ANNA), ANNA)
         codes = [(await world.post("/v1/rollouts", parcel))[0] for _ in range(5)]
         assert codes == [200, 200, 200, 200, 429]

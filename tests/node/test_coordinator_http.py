@@ -192,9 +192,7 @@ async def test_a_rollout_for_a_trained_step_is_stale(world: World) -> None:
 
 async def test_an_expired_lease_goes_to_another_worker() -> None:
     run = make_run(lease_seconds=0.2, heartbeat_seconds=0.1, groups_per_step=1, async_level=0)
-    async with running(memory_parts(run)) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(memory_parts(run), ANNA, BEN) as world:
         lost = await world.lease(ANNA)
         assert (await world.lease(BEN, wait_s=5.0)).groups == lost.groups
 
@@ -220,9 +218,7 @@ async def test_a_lease_whose_answer_was_lost_is_given_out_again_at_once(world: W
 
 
 async def test_a_silent_worker_loses_its_lease_and_may_join_again() -> None:
-    async with running(memory_parts(make_run(heartbeat_seconds=0.1))) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run(heartbeat_seconds=0.1)), ANNA) as world:
         await world.lease(ANNA)
         await world.until_status("open_leases", 0)
         with pytest.raises(RemoteError) as caught:
@@ -233,9 +229,7 @@ async def test_a_silent_worker_loses_its_lease_and_may_join_again() -> None:
 
 
 async def test_a_lease_request_is_held_open_until_a_policy_makes_it_possible() -> None:
-    async with running(memory_parts(make_run(async_level=0, groups_per_step=1))) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(memory_parts(make_run(async_level=0, groups_per_step=1)), ANNA, BEN) as world:
         lease = await world.lease(ANNA)
         waiting = asyncio.create_task(world.lease(BEN, wait_s=10.0))
         await asyncio.sleep(0)
@@ -258,9 +252,7 @@ async def test_an_early_request_gets_the_reason_why_the_run_waits(world: World) 
 
 
 async def test_a_bundle_that_no_validator_judges_goes_to_another_and_then_back_to_the_workers() -> None:
-    async with running(memory_parts(make_run(), check_seconds=0.05, check_attempts_max=2)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run(), check_seconds=0.05, check_attempts_max=2), ANNA) as world:
         await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
         for asks_left in (False, True):
             asked = CheckRequest(policy_versions=(), wait_s=5.0, asks_left=asks_left)

@@ -68,9 +68,7 @@ class HeldStore(MemoryStore):
 
 
 async def test_an_upload_that_cannot_be_stored_may_be_repeated(tmp_path: Path) -> None:
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         parcel = make_parcel(await world.lease(ANNA), ANNA)
         bundles, aside = tmp_path / "bundles", tmp_path / "aside"
         bundles.rename(aside)
@@ -86,9 +84,7 @@ async def test_an_upload_that_cannot_be_stored_may_be_repeated(tmp_path: Path) -
 
 async def test_no_upload_is_acknowledged_before_it_is_durable() -> None:
     store = HeldStore()
-    async with running(dataclasses.replace(memory_parts(make_run()), store=store)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(dataclasses.replace(memory_parts(make_run()), store=store), ANNA) as world:
         parcel = make_parcel(await world.lease(ANNA), ANNA)
         store.may_write.clear()
         upload = asyncio.create_task(world.client(ANNA).upload(parcel))
@@ -143,9 +139,7 @@ async def test_an_event_that_cannot_be_applied_ends_the_journal_and_is_not_in_th
 
 async def test_a_restart_resumes_where_it_stopped(tmp_path: Path) -> None:
     run = make_run()
-    async with running(await folder_parts(run, tmp_path, snapshot_events=3)) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(await folder_parts(run, tmp_path, snapshot_events=3), ANNA, BEN) as world:
         held = await world.lease(ANNA)
         waiting = make_parcel(await world.lease(BEN), BEN)
         await world.client(BEN).upload(waiting)
@@ -171,9 +165,7 @@ async def test_bytes_without_an_event_are_swept_away_at_a_start_once_no_upload_c
         async with running(dataclasses.replace(parts, clock=clock)):
             assert await parts.bundles.has(orphan), "another process may be about to record it"
             assert await parts.public.has(public)
-    async with running(dataclasses.replace(parts, clock=WrongClock(soon_s + 30.0))) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(dataclasses.replace(parts, clock=WrongClock(soon_s + 30.0)), ANNA) as world:
         reply = await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
     assert not await parts.bundles.has(orphan)
     assert await parts.bundles.has(reply.bundle)
@@ -181,9 +173,7 @@ async def test_bytes_without_an_event_are_swept_away_at_a_start_once_no_upload_c
 
 async def test_bundles_are_deleted_once_the_trainer_is_durable() -> None:
     parts = memory_parts(make_run())
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world:
         batch = await world.fill(0)
         await world.publish()
         await world.fill(1)

@@ -271,9 +271,7 @@ async def test_a_coordinator_whose_key_is_revoked_ends_and_its_successor_continu
 
 async def _serve_until_revoked(parts: Parts, leases: list[Lease]) -> None:
     """After one upload and one more lease, a ring removes the coordinator's key."""
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world:
         leases += [await world.lease(ANNA, rollouts_max=2), await world.lease(ANNA, rollouts_max=2)]
         await world.client(ANNA).upload(make_parcel(leases[0], ANNA))
         await world.judge()

@@ -93,9 +93,7 @@ async def test_a_manifest_without_all_its_blobs_is_refused() -> None:
 
 
 async def test_a_trainer_that_claims_to_be_durable_past_the_head_still_has_to_name_the_given_batch() -> None:
-    async with running(memory_parts(make_run(async_level=1))) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(make_run(async_level=1)), ANNA) as world:
         await world.fill(0)
         await world.client(TRAINER).batch(BatchRequest(step=1, durable_step=1))
         made_up, blobs = make_manifest(world.run, world.head, batch=digest_of(b"made up"))
@@ -242,9 +240,7 @@ async def test_old_policies_are_forgotten_when_their_bytes_exceed_the_budget(tmp
     size = sum(len(blob) for blob in encode_checkpoint(make_policy(0)).blobs)
     run = make_run(async_level=0)
     parts = await folder_parts(run, tmp_path, public_gib_max=4.5 * size / 2**30)
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world:
         for step in range(6):
             await world.fill(step)
             await world.publish()

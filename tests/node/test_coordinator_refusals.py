@@ -185,9 +185,7 @@ async def test_a_compressed_body_is_refused(world: World) -> None:
 
 
 async def test_faulty_requests_from_one_address_shut_out_only_strangers() -> None:
-    async with running(memory_parts(make_run(), faults_per_second=0.1)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run(), faults_per_second=0.1), ANNA) as world:
         for _ in range(10):
             await refused(world, ErrorCode.MALFORMED, "/v1/heartbeat", b"rubbish")
         stranger = JoinRequest(name="ben", software="1", engine=ENGINE, rollouts_max=8)

@@ -342,9 +342,7 @@ async def test_the_oldest_chapters_are_deleted_by_size_and_the_rest_still_folds(
     place = RunDir(tmp_path / "run")
     kept = 12_000
     settings = {"snapshot_events": 2, "journal_gib_max": kept / 2**30}
-    async with running(await folder_parts(make_run(), place.coordinator, **settings)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(await folder_parts(make_run(), place.coordinator, **settings), ANNA) as world:
         for step in range(6):
             await world.fill(step)
             await world.publish()

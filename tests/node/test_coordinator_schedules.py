@@ -51,9 +51,7 @@ async def finish(world: World, key: Any, **wanted: Any) -> tuple[int, ...]:
 
 
 async def test_short_groups_train_while_long_ones_are_generated() -> None:
-    async with running(memory_parts(stream_run())) as world:
-        await world.join(ANNA, BEN)
-        await world.publish()
+    async with running(memory_parts(stream_run()), ANNA, BEN) as world:
         slow = await world.lease(ANNA, rollouts_max=4)
         assert isinstance(await ask(world, 0, 0), NotYet)
         done = await finish(world, BEN, rollouts_max=4)
@@ -73,9 +71,7 @@ async def test_short_groups_train_while_long_ones_are_generated() -> None:
 
 
 async def test_a_policy_names_the_last_batch_of_its_step() -> None:
-    async with running(memory_parts(stream_run())) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(stream_run()), ANNA) as world:
         while not isinstance(await ask(world, 0, 0), TrainBatch):
             await finish(world, ANNA)
         first = world.batch
@@ -91,9 +87,7 @@ async def test_a_policy_names_the_last_batch_of_its_step() -> None:
 
 async def test_groups_that_became_too_old_are_dropped_and_leased_again() -> None:
     schedule = {"preset": "prime_rl_lag1", "max_off_policy_steps": 0, "selection": "ready_first"}
-    async with running(memory_parts(make_run(async_level=3, schedule=schedule, groups_per_step=2))) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(make_run(async_level=3, schedule=schedule, groups_per_step=2)), ANNA) as world:
         assert await finish(world, ANNA, rollouts_max=4) == (0, 1)
         assert await finish(world, ANNA, rollouts_max=4) == (2, 3)
         assert isinstance(await ask(world, 0, 0), TrainBatch)
@@ -140,9 +134,7 @@ async def test_an_environment_that_fails_is_named_and_nothing_is_lost(caplog: py
 
 
 async def test_bundles_that_no_validator_can_judge_are_reported_to_the_operator() -> None:
-    async with running(memory_parts(make_run(groups_per_step=1))) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(make_run(groups_per_step=1)), ANNA) as world:
         for _ in range(3):
             lease = await world.lease(ANNA)
             await world.client(ANNA).upload(make_parcel(lease, ANNA))

@@ -138,9 +138,7 @@ def in_other_json(parcel: bytes) -> bytes:
 
 async def test_a_header_that_rotted_on_the_coordinators_disk_convicts_no_worker(tmp_path: Path) -> None:
     """Anyone who has recorded an upload can send its header again. It was compared with the rotten one."""
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         parcel = make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA)
         bundle = (await world.client(ANNA).upload(parcel)).bundle
         stored = bytearray(parcel)

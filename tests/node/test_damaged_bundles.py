@@ -53,9 +53,7 @@ def one_step() -> PinnedRun:
 async def test_a_damaged_bundle_is_noticed_before_a_batch_takes_it_and_its_groups_are_leased_again(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(await folder_parts(one_step(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(one_step(), tmp_path), ANNA) as world:
         bundles = await accept_all(world)
         DAMAGES[damage](tmp_path / "bundles" / bundles[1][:2] / bundles[1])
         answer = await world.client(TRAINER).batch(BatchRequest(step=0, durable_step=0))
@@ -68,9 +66,7 @@ async def test_a_damaged_bundle_is_noticed_before_a_batch_takes_it_and_its_group
 
 
 async def test_a_bundle_on_a_bad_sector_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(await folder_parts(one_step(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(one_step(), tmp_path), ANNA) as world:
         bundles = await accept_all(world)
         bad = tmp_path / "bundles" / bundles[1][:2] / bundles[1]
         be_bad_sector(monkeypatch, bad)
@@ -80,9 +76,7 @@ async def test_a_bundle_on_a_bad_sector_is_noticed(tmp_path: Path, monkeypatch: 
 
 
 async def test_what_was_dropped_stays_dropped_over_a_restart(tmp_path: Path) -> None:
-    async with running(await folder_parts(one_step(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(one_step(), tmp_path), ANNA) as world:
         bundles = await accept_all(world)
         flip(tmp_path / "bundles" / bundles[0][:2] / bundles[0])
         assert isinstance(await world.client(TRAINER).batch(BatchRequest(step=0, durable_step=0)), NotYet)
@@ -94,9 +88,7 @@ async def test_what_was_dropped_stays_dropped_over_a_restart(tmp_path: Path) -> 
 
 
 async def test_an_undamaged_batch_is_given_at_the_first_request(tmp_path: Path) -> None:
-    async with running(await folder_parts(one_step(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(one_step(), tmp_path), ANNA) as world:
         await accept_all(world)
         assert isinstance(await world.client(TRAINER).batch(BatchRequest(step=0, durable_step=0)), Envelope)
 

@@ -14,10 +14,11 @@ from tests.builder import build_lease
 from tests.node.table_engine import TableEngine
 from tests.node.validator_world import judge_bundle
 from tests.node.worker_world import COORDINATOR, WORKER, make_run
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
+from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.algo.advantages import inputs_of
 from prime_node.cli.wire_environments import build_environments
 from prime_node.envs import episodes
@@ -52,10 +53,9 @@ ENVIRONMENTS = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    for name, data in tiny_model_files(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64).items():
-        (folder / name).write_bytes(data)
-    return folder
+    return write_tiny_model(
+        tmp_path_factory.mktemp("model"), hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64
+    )
 
 
 @pytest.fixture(scope="module")

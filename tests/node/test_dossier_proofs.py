@@ -62,9 +62,7 @@ async def test_a_ban_for_copies_within_a_bundle_holds_where_it_repeats_a_text(
     tmp_path: Path, names: tuple[str, ...], holds: bool
 ) -> None:
     """Any validator may say `copied`; the bundle's own bytes tell whether it is so."""
-    async with running(await folder_parts(TEXTS_RUN, tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(TEXTS_RUN, tmp_path), ANNA) as world:
         for _ in range(2):
             await upload_texts(world, ANNA, names)
             await say(world, await world.take_task(VALIDATOR), names, RejectReason.COPIED)
@@ -82,9 +80,7 @@ async def test_a_ban_for_copies_within_a_bundle_holds_where_it_repeats_a_text(
 
 @pytest.mark.parametrize("copies_first", [False, True], ids=["judged after the original", "judged before it"])
 async def test_a_ban_for_a_copy_of_another_bundle_needs_that_bundle(tmp_path: Path, copies_first: bool) -> None:
-    async with running(await folder_parts(TEXTS_RUN, tmp_path)) as world:
-        await world.join(ANNA, BEN)
-        await world.publish()
+    async with running(await folder_parts(TEXTS_RUN, tmp_path), ANNA, BEN) as world:
         original = await upload_texts(world, BEN, BY_ROLLOUT)
         for _ in range(2):
             await upload_texts(world, ANNA, BY_ROLLOUT)
@@ -124,9 +120,7 @@ def damage_headers(folder: Path) -> None:
 async def test_a_header_that_rots_before_the_ban_is_named_and_ends_no_coordinator(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         for strike in range(2):
             lease = await world.lease(ANNA, rollouts_max=2)
             await world.client(ANNA).upload(make_parcel(lease, ANNA))
@@ -140,9 +134,7 @@ async def test_a_header_that_rots_before_the_ban_is_named_and_ends_no_coordinato
 
 async def test_a_ban_for_equivocation_needs_two_headers_that_its_worker_signed(tmp_path: Path) -> None:
     """Otherwise the coordinator alone decides it, and no one can disprove it."""
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         for _ in range(2):
             lease = await world.lease(ANNA, rollouts_max=2)
             await world.client(ANNA).upload(make_parcel(lease, ANNA))

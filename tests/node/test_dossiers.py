@@ -35,9 +35,7 @@ from prime_protocol.verdict import Receipt, RejectReason, Verdict
 
 
 async def test_a_statistical_ban_can_be_checked_by_a_stranger(tmp_path: Path) -> None:
-    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path), ANNA) as world:
         for nats in (-0.5, 4.0, 11.0):
             await judged(world, nats=nats)
         file, digest = await case_in(world, tmp_path), world.run.digest
@@ -57,9 +55,7 @@ async def test_a_ban_by_bundles_of_long_prompts_can_be_checked(tmp_path: Path) -
     """The line of their lease was longer than a reader took."""
     run = make_run(groups_per_step=64, rollouts_per_group=1)
     parts = replace(await folder_parts(run, tmp_path), environments={"letters": LongTexts()})
-    async with running(parts) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(parts, ANNA) as world:
         for _ in range(2):
             lease = await world.lease(ANNA, rollouts_max=24)
             await world.client(ANNA).upload(make_parcel(lease, ANNA))
@@ -77,9 +73,7 @@ async def test_a_deciding_bundle_that_the_disk_cannot_read_costs_no_dossier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each start tried to write it, and failed."""
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         await judged(world, reason=RejectReason.SEED_MISMATCH)
         parcel = make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA)
         bundle = (await world.client(ANNA).upload(parcel)).bundle
@@ -90,9 +84,7 @@ async def test_a_deciding_bundle_that_the_disk_cannot_read_costs_no_dossier(
 
 
 async def test_a_ban_by_strikes_can_be_checked_and_an_operators_ban_is_reported_as_such(tmp_path: Path) -> None:
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         for _ in range(2):
             await judged(world, reason=RejectReason.SEED_MISMATCH)
         file = await case_in(world, tmp_path)
@@ -106,9 +98,7 @@ async def test_a_ban_by_strikes_can_be_checked_and_an_operators_ban_is_reported_
 
 async def test_a_case_that_a_crash_prevented_is_written_after_the_next_start(tmp_path: Path) -> None:
     run = make_run()
-    async with running(await folder_parts(run, tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(run, tmp_path), ANNA) as world:
         for _ in range(2):
             await judged(world, reason=RejectReason.SEED_MISMATCH)
         file = await case_in(world, tmp_path)
@@ -120,9 +110,7 @@ async def test_a_case_that_a_crash_prevented_is_written_after_the_next_start(tmp
 
 
 async def test_a_case_that_was_touched_does_not_hold(tmp_path: Path) -> None:
-    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path), ANNA) as world:
         for nats in (4.0, 11.0):
             await judged(world, nats=nats)
         file = await case_in(world, tmp_path)
@@ -162,9 +150,7 @@ BY_BYTES = ("malformed", "wrong_assignment", "token_out_of_range", "wrong_policy
 async def test_a_ban_for_malformed_bytes_does_not_hold_where_the_bundle_is_well_formed(
     tmp_path: Path, reason: str
 ) -> None:
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         for _ in range(2):
             await judged(world, reason=RejectReason(reason))
         file, digest = await case_in(world, tmp_path), world.run.digest
@@ -174,9 +160,7 @@ async def test_a_ban_for_malformed_bytes_does_not_hold_where_the_bundle_is_well_
 
 
 async def test_a_ban_for_malformed_bytes_holds_where_they_are_malformed(tmp_path: Path) -> None:
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         for _ in range(2):
             lease = await world.lease(ANNA, rollouts_max=2)
             await world.client(ANNA).upload(make_parcel(lease, ANNA, body=b"garbage"))
@@ -188,9 +172,7 @@ async def test_a_ban_for_malformed_bytes_holds_where_they_are_malformed(tmp_path
 
 async def test_a_worker_that_equivocates_with_malformed_bytes_leaves_no_fault_in_its_dossier(tmp_path: Path) -> None:
     """The second header decides, before a validator reads the first bundle's bytes."""
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         for _ in range(2):
             lease = await world.lease(ANNA, rollouts_max=2)
             await world.client(ANNA).upload(make_parcel(lease, ANNA, body=b"garbage"))
@@ -202,9 +184,7 @@ async def test_a_worker_that_equivocates_with_malformed_bytes_leaves_no_fault_in
 
 
 async def test_a_dossier_without_its_lease_fails_and_one_without_its_bundle_says_so(tmp_path: Path) -> None:
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         for _ in range(2):
             other = await judged(world, reason=RejectReason.SEED_MISMATCH)
         file = await case_in(world, tmp_path)
@@ -247,9 +227,7 @@ def test_the_same_evidence_confirms_itself_whatever_its_sign() -> None:
 
 async def test_a_worker_that_equivocates_to_reset_its_evidence_is_banned_by_all_its_bundles(tmp_path: Path) -> None:
     """The receipt of the bundle that the worker contradicted is replaced, and its evidence still counts."""
-    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path), ANNA) as world:
         first = await judged(world, nats=4.0)
         await world.client(ANNA).upload(make_parcel(first, ANNA, created_at_ms=1))
         (shown,) = (await world.status())["workers"]
@@ -265,9 +243,7 @@ async def test_a_worker_that_equivocates_to_reset_its_evidence_is_banned_by_all_
 async def test_a_verdict_that_comes_during_the_check_of_an_equivocation_still_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(checks=CALIBRATED), tmp_path), ANNA) as world:
         lease = await world.lease(ANNA, rollouts_max=2)
         await world.client(ANNA).upload(make_parcel(lease, ANNA))
         look_up = type(world.parts.store).receipt
@@ -288,9 +264,7 @@ async def test_a_verdict_that_comes_during_the_check_of_an_equivocation_still_co
 
 async def test_an_operators_ban_carries_no_bundle_and_its_last_line_says_what_it_rests_on(tmp_path: Path) -> None:
     """A receipt of an honest bundle next to it would look like a proof."""
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         lease = await judged(world)
         (receipt,) = [one for one in await receipts_of(world) if one.payload_type == PayloadType.RECEIPT]
         await world.client(ROOT).admin(AdminRequest(action="ban", worker=ANNA.key_id, reason="by hand"))

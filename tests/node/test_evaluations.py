@@ -73,9 +73,7 @@ async def answer(world: World, lease: Lease, *, reason: RejectReason | None = No
 
 
 async def test_workers_evaluate_first_and_no_batch_contains_it() -> None:
-    async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(examined(memory_parts(RUN, evaluation=SETTINGS)), ANNA) as world:
         lease = await world.lease(ANNA)
         assert [group.slot for group in lease.groups] == [SLOTS_END, SLOTS_END + 2]  # one prompt does not fit
         assert [group.problem.index - HELD_OUT_START for group in lease.groups] == [0, 2]
@@ -108,9 +106,7 @@ async def test_the_figures_are_a_row_and_gauges_that_say_that_they_are_not_trust
             rows.append({})
 
     parts = replace(examined(memory_parts(RUN, evaluation=SETTINGS)), rows=Kept())
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world:
         await answer(world, await world.lease(ANNA))
         (row,) = rows
         assert (row["policy_version"], row["eval_sampled"], row["eval_trusted"]) == (0, 0.5, False)
@@ -123,9 +119,7 @@ async def test_the_figures_are_a_row_and_gauges_that_say_that_they_are_not_trust
 async def test_the_problems_and_seeds_that_are_trained_on_do_not_depend_on_evaluations() -> None:
     asked: list[list[Any]] = []
     for settings in ({}, SETTINGS):
-        async with running(examined(memory_parts(RUN, evaluation=settings))) as world:
-            await world.publish()
-            await world.join(ANNA)
+        async with running(examined(memory_parts(RUN, evaluation=settings)), ANNA) as world:
             if settings:
                 await answer(world, await world.lease(ANNA))
             asked.append([(one.slot, one.problem, one.seeds) for one in (await world.lease(ANNA)).groups])
@@ -134,9 +128,7 @@ async def test_the_problems_and_seeds_that_are_trained_on_do_not_depend_on_evalu
 
 async def test_a_later_policy_meets_the_same_problems_and_seeds_and_a_restart_knows_the_results(tmp_path: Path) -> None:
     parts = examined(await folder_parts(RUN, tmp_path, evaluation=SETTINGS))
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world:
         first = await world.lease(ANNA)
         await answer(world, first)
         for step in (0, 1):
@@ -153,9 +145,7 @@ async def test_a_later_policy_meets_the_same_problems_and_seeds_and_a_restart_kn
 
 
 async def test_refused_answers_are_asked_again() -> None:
-    async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(examined(memory_parts(RUN, evaluation=SETTINGS)), ANNA) as world:
         lease = await world.lease(ANNA)
         await answer(world, lease, reason=RejectReason.UNVERIFIABLE)
         assert [one.slot for one in (await world.lease(ANNA)).groups] == [one.slot for one in lease.groups]
@@ -163,9 +153,7 @@ async def test_refused_answers_are_asked_again() -> None:
 
 async def test_another_problem_than_the_evaluations_is_refused_and_is_no_strike() -> None:
     """Older workers play another environment for an evaluation and cannot detect it."""
-    async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(examined(memory_parts(RUN, evaluation=SETTINGS)), ANNA) as world:
         await answer(world, await world.lease(ANNA), reason=RejectReason.WRONG_CONTEXT)
         (worker,) = (await world.status())["workers"]
         assert (worker["strikes"], list(worker["refused"])) == (0, [RejectReason.INCOMPLETE])
@@ -173,9 +161,7 @@ async def test_another_problem_than_the_evaluations_is_refused_and_is_no_strike(
 
 async def test_rewards_may_be_beyond_one() -> None:
     """An environment of verifiers returns a weighted sum of rewards."""
-    async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(examined(memory_parts(RUN, evaluation=SETTINGS)), ANNA) as world:
         await world.client(ANNA).upload(make_parcel(await world.lease(ANNA), ANNA))
         task = await world.take_task(VALIDATOR)
         rewards = (2.0, 2.0, 1.0, 2.0)
@@ -188,9 +174,7 @@ async def test_rewards_may_be_beyond_one() -> None:
 
 
 async def test_a_policy_is_evaluated_after_the_next_one_is_out() -> None:
-    async with running(examined(memory_parts(RUN, evaluation=SETTINGS))) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(examined(memory_parts(RUN, evaluation=SETTINGS)), ANNA, BEN) as world:
         lease = await world.lease(ANNA, rollouts_max=2)
         rest = await world.lease(BEN, rollouts_max=2)
         await world.client(BEN).upload(make_parcel(rest, BEN))

@@ -79,9 +79,7 @@ async def test_a_run_in_order_ends_though_one_problem_always_fails() -> None:
 
 
 async def test_a_problem_that_fails_on_workers_machines_alone_is_exchanged_too() -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         lease = await world.lease(ANNA, rollouts_max=1)
         await world.client(ANNA).upload(make_parcel(lease, ANNA))
         await world.judge(reason=RejectReason.INCOMPLETE)
@@ -89,9 +87,7 @@ async def test_a_problem_that_fails_on_workers_machines_alone_is_exchanged_too()
 
 
 async def test_a_group_that_no_validator_can_score_is_another_problem_the_next_time() -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         lease = await world.lease(ANNA, rollouts_max=1)
         await world.client(ANNA).upload(make_parcel(lease, ANNA))
         await world.judge(reason=RejectReason.UNVERIFIABLE, unscored=(0, 1))

@@ -246,9 +246,7 @@ async def test_a_bundle_that_a_gateway_stored_elsewhere_is_not_taken() -> None:
     """The worker would delete it, and no validator could read it."""
     run = make_run()
     parts, server = hearing(memory_parts(run, **LISTENS))
-    async with running(parts) as world, serving(gateway_parts(run, [server.port], bundles=MemoryBlobs())) as url:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world, serving(gateway_parts(run, [server.port], bundles=MemoryBlobs())) as url:
         parcel = make_parcel(await world.lease(ANNA), ANNA)
         client = World(run, parts, url, world.session).client(ANNA)
         async with client:

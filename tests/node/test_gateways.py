@@ -186,9 +186,7 @@ async def test_gateways_store_bundles_where_they_can_and_only_those_that_the_wri
     run = make_run()
     shared = MemoryBlobs()
     parts, server = hearing(replace(memory_parts(run, **LISTENS), bundles=shared))
-    async with running(parts) as world, contextlib.AsyncExitStack() as stack:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world, contextlib.AsyncExitStack() as stack:
         lease = await world.lease(ANNA)
         parcel = make_parcel(lease, ANNA)
         url = await stack.enter_async_context(serving(gateway_parts(run, [server.port], bundles=shared)))

@@ -142,9 +142,7 @@ def test_a_lease_larger_than_what_the_worker_asks_for_or_its_share_is_not_offere
 
 
 async def test_the_lease_that_a_worker_gets_again_has_the_same_problems_and_seeds() -> None:
-    async with running(memory_parts(chained())) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(chained()), ANNA) as world:
         before = [await world.lease(ANNA, rollouts_max=4) for _ in range(2)]
         await world.client(ANNA).return_lease(ReturnLeaseRequest(lease_id=before[0].lease_id))
         await world.client(ANNA).leave(LeaveRequest())

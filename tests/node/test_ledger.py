@@ -243,9 +243,7 @@ class SetClock(SystemClock):
 
 async def test_a_coordinator_whose_clock_is_set_back_contradicts_itself_by_nothing_that_it_signs() -> None:
     clock = SetClock()
-    async with running(replace(memory_parts(make_run()), clock=clock)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(replace(memory_parts(make_run()), clock=clock), ANNA) as world:
         shown = []
         for clock.ahead_ms in (60_000, 0):
             await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
@@ -261,9 +259,7 @@ async def test_a_coordinator_whose_clock_is_set_back_contradicts_itself_by_nothi
 async def test_a_restart_by_a_clock_that_was_set_back_contradicts_no_head_that_was_shown_before() -> None:
     clock = SetClock()
     parts = replace(memory_parts(make_run()), clock=clock)
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world:
         await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
         await world.judge()
         clock.ahead_ms = 60_000
@@ -281,9 +277,7 @@ async def test_a_restart_by_a_clock_that_was_set_back_contradicts_no_head_that_w
 
 
 async def test_receipts_and_lines_that_are_too_many_for_one_answer_come_in_several() -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(make_run()), ANNA) as world:
         await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
         await world.judge()
         small = (await receipts_of(world))[-1]

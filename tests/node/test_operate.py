@@ -32,9 +32,7 @@ from prime_protocol.run_spec import JoinLink
 
 
 async def test_a_worker_is_banned_and_forgiven_and_the_run_drained(tmp_path: Path) -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         place = run_dir_of(world, tmp_path)
         await operate("ban", place.path, ANNA.key_id, "--reason", "noise in the cellar")
         with pytest.raises(RemoteError, match="noise in the cellar") as caught:
@@ -72,9 +70,7 @@ async def test_an_invalid_key_id_and_a_folder_without_keys_are_reported(tmp_path
 
 
 async def test_a_worker_is_named_by_the_end_of_its_key_where_that_is_one_key(tmp_path: Path) -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         await world.join(BEN)
         place = run_dir_of(world, tmp_path)
         assert f"banned {ANNA.key_id}" in await operate("ban", place.path, ANNA.key_id[-8:])
@@ -90,9 +86,7 @@ async def test_a_key_is_found_by_its_end_beyond_the_workers_that_status_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(status, "WORKERS_SHOWN_MAX", 1)
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(memory_parts(make_run()), ANNA, BEN) as world:
         place = run_dir_of(world, tmp_path)
         for worker in (ANNA, BEN):
             assert f"banned {worker.key_id}" in await operate("ban", place.path, worker.key_id[-8:])
@@ -107,9 +101,7 @@ def lease_request(world: World, *, wait_s: float = 0.0) -> LeaseRequest:
 async def test_a_paused_run_leases_nothing_accepts_what_is_out_and_stays_paused_over_a_restart(tmp_path: Path) -> None:
     run, folder = make_run(), tmp_path / "coordinator"
     folder.mkdir()
-    async with running(await folder_parts(run, folder)) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(await folder_parts(run, folder), ANNA, BEN) as world:
         place = run_dir_of(world, tmp_path)
         lease = await world.lease(ANNA)
         assert "paused" in await operate("pause", place.path, "--reason", "moving house")
@@ -142,9 +134,7 @@ async def operate_status(folder: Path) -> str:
 
 
 async def test_a_request_that_waits_while_the_run_is_paused_gets_its_lease_when_it_resumes(tmp_path: Path) -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         place = run_dir_of(world, tmp_path)
         await operate("pause", place.path)
         waiting = asyncio.create_task(world.client(ANNA).lease(lease_request(world, wait_s=20.0)))
@@ -154,9 +144,7 @@ async def test_a_request_that_waits_while_the_run_is_paused_gets_its_lease_when_
 
 
 async def test_limits_on_who_joins_hold_until_they_are_replaced(tmp_path: Path) -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         place = run_dir_of(world, tmp_path)
 
         async def refusal() -> ErrorCode:
@@ -178,9 +166,7 @@ async def test_limits_on_who_joins_hold_until_they_are_replaced(tmp_path: Path) 
 
 async def test_a_snapshot_is_saved_at_once(tmp_path: Path) -> None:
     parts = memory_parts(make_run())
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world:
         assert await parts.store.latest_snapshot() is None
         await operate("snapshot", run_dir_of(world, tmp_path).path)
         saved = await parts.store.latest_snapshot()

@@ -88,9 +88,7 @@ async def served(folder: RunDir, shown: list[str], *, socket: Path | None = None
 
 @pytest.fixture
 async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
-    async with running(memory_parts(make_run(title="Sums"))) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(memory_parts(make_run(title="Sums")), ANNA, BEN) as world:
         made = Desk(world, run_dir_of(world, tmp_path), world.session)
         async with served(made.folder, made.shown) as address:
             await made.open(address)

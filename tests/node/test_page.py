@@ -45,9 +45,7 @@ from prime_protocol.telemetry import DownloadReport, HeldOutFigures, Interval
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
     """A daemon with policy 0 and one worker."""
-    async with running(memory_parts(make_run(title="Sums", description="Learns to add."))) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run(title="Sums", description="Learns to add.")), ANNA) as world:
         yield world
 
 
@@ -282,9 +280,7 @@ async def test_streams_do_not_delay_the_end_of_the_coordinator() -> None:
 
 async def test_the_history_survives_a_restart(tmp_path: Path) -> None:
     run = make_run()
-    async with running(await folder_parts(run, tmp_path)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(await folder_parts(run, tmp_path), ANNA) as world:
         await world.fill(0)
         await world.publish()
         before = await read_json(world, "/v1/history")

@@ -13,9 +13,10 @@ import pytest
 from tests.builder import build_lease
 from tests.node.validator_world import judge_bundle
 from tests.node.worker_world import WORKER, make_run
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
+from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest, Spans
 from prime_node.ports.environment import HeldOutProblem
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle
@@ -38,10 +39,9 @@ SPANNING = [swap for swap in SwapPolicy if swap.spans_policies]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    for name, data in tiny_model_files(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64).items():
-        (folder / name).write_bytes(data)
-    return folder
+    return write_tiny_model(
+        tmp_path_factory.mktemp("model"), hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64
+    )
 
 
 @pytest.fixture(scope="module")

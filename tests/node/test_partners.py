@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.cli.wire_environments import build_environments
 from prime_node.envs.partners import calculate, calculator
 from prime_node.envs.source import SourceProblem
@@ -21,10 +21,9 @@ WORDS: dict[str, Option] = {"task": "spell_backward", "min_word_len": 3, "max_wo
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    for name, data in tiny_model_files(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64).items():
-        (folder / name).write_bytes(data)
-    return folder
+    return write_tiny_model(
+        tmp_path_factory.mktemp("model"), hidden_size=32, num_layers=1, num_heads=2, intermediate_size=64
+    )
 
 
 @pytest.mark.parametrize(

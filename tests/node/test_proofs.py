@@ -15,10 +15,11 @@ import torch
 from tests.node.proofs_world import LEASE, RUN
 from tests.node.validator_world import LeasedPrompts, LetterTokenizer, judge_bundle, make_bundle
 from tests.node.worker_world import make_run
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.engines.hidden_rows import SLACK, HiddenRows, bf16_bits
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
+from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.ports.engine import GenerateRequest
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle
 from prime_node.worker.generating import requests_for
@@ -32,10 +33,9 @@ Proofs = npt.NDArray[np.uint8]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    for name, data in tiny_model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
-        (path / name).write_bytes(data)
-    return path
+    return write_tiny_model(
+        tmp_path_factory.mktemp("model"), hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128
+    )
 
 
 @pytest_asyncio.fixture

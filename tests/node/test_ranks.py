@@ -6,13 +6,15 @@ Adam divides by the root of squares that may be tiny, which amplifies rounding; 
 from __future__ import annotations
 
 import json
+import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.builder import provenance
-from tests.node import rank_jobs
+from tests.node import cluster_process, cluster_world, rank_jobs
 from tests.node.batch_coordinator import make_run, tiny_files, write_model
 from tests.node.rank_pool import RankPool
 from tests.node.replay_world import STEPS, outcomes_on_ranks
@@ -340,3 +342,26 @@ def test_steps_of_four_ranks_are_exact_on_four_ranks(pool: RankPool, tmp_path: P
     first, *_ = pool.run(outcomes_on_ranks, ranks=4, folder=str(tmp_path))
     assert first[:-1] == ["exact"] * STEPS
     assert "/ranks4/" in first[-1]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("seed", range(int(os.environ.get("PRIME_TEST_KILLS", "1"))))
+def test_ranks_killed_at_random_moments_end_with_the_policies_of_an_undisturbed_run(
+    pool: RankPool, tmp_path: Path, seed: int
+) -> None:
+    """Real ranks under torchrun."""
+    calm, folder = tmp_path / "calm", tmp_path / "killed"
+    calm.mkdir()
+    folder.mkdir()
+    pool.run(cluster_process.undisturbed, ranks=2, folder=calm, max_steps=cluster_world.STEPS)
+    expected = cluster_world.roots(calm)
+    assert len(set(expected)) == cluster_world.STEPS + 1
+    rng, killed = random.Random(seed), [""]
+    process = cluster_world.start(folder)
+    try:
+        for after in sorted(rng.sample(range(cluster_world.STEPS - 2), 2)):
+            killed = cluster_world.kill_one(folder, rng, after=after, process=process, old=killed)
+        assert process.wait(120) == 0, (folder / "out").read_text()[-3_000:]
+    finally:
+        process.kill()
+    assert cluster_world.roots(folder) == expected

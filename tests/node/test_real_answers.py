@@ -62,9 +62,7 @@ async def test_finished_work_is_kept_while_the_machines_clock_is_wrong(tmp_path:
 async def test_leases_checks_and_batches_of_long_prompts_arrive() -> None:
     """Their answers were longer than a client reads: workers lost their leases, and the trainer asked forever."""
     run = make_run(groups_per_step=128, rollouts_per_group=1)
-    async with running(replace(memory_parts(run), environments={"letters": LongTexts()})) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(replace(memory_parts(run), environments={"letters": LongTexts()}), ANNA) as world:
         lease = await world.lease(ANNA, rollouts_max=128)
         await world.client(ANNA).upload(make_parcel(lease, ANNA))
         task = await world.judge()

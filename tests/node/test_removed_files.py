@@ -116,9 +116,7 @@ async def test_a_coordinator_whose_database_is_removed_starts_again_with_each_li
     lengths: list[int] = []
 
     async def run_until_lost() -> None:
-        async with running(await folder_parts(RUN, tmp_path)) as world:
-            await world.join(ANNA)
-            await world.publish()
+        async with running(await folder_parts(RUN, tmp_path), ANNA) as world:
             await world.fill(0)
             lengths.append(await world.parts.store.ledger_length())
             (tmp_path / "state.sqlite").unlink()

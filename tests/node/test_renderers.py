@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from tests.node.renderer_world import deepseek_call, deepseek_model, sampled
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.processor_limit import TooCostly
 from prime_node.adapters.models.template_renderer import TemplateRenderer
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.algo.trajectories import interleave
 from prime_protocol.turns import Turn
 
@@ -20,10 +20,9 @@ pytest.importorskip("renderers")
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    for name, data in tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
-        (folder / name).write_bytes(data)
-    return folder
+    return write_tiny_model(
+        tmp_path_factory.mktemp("tiny"), hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16
+    )
 
 
 def test_qwen3_continues_after_a_tool_and_restarts_where_thinking_is_stripped(qwen3: Path) -> None:

@@ -230,9 +230,7 @@ async def test_bundles_stay_private_where_the_run_says_so_and_batches_where_it_p
         await offer(world)
         assert (await world.client(TRAINER).public_batch(0, 0)).digest == world.batch
         assert not await parts.public.has(batch.groups[0].bundle)
-    async with running(memory_parts(make_run(async_level=0))) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run(async_level=0)), ANNA) as world:
         await world.fill(0)
         await world.publish()
         with pytest.raises(RemoteError, match="is not published"):

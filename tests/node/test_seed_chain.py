@@ -66,9 +66,7 @@ async def test_anybody_can_work_out_again_what_was_assigned_once_a_step_is_over(
 
 async def test_no_secret_is_opened_before_the_first_step_is_over_or_without_a_chain() -> None:
     for run in (chained(), make_run()):
-        async with running(memory_parts(run)) as world:
-            await world.join(ANNA)
-            await world.publish()
+        async with running(memory_parts(run), ANNA) as world:
             await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
             await world.judge()
             shown = await shown_by(world)
@@ -224,9 +222,7 @@ async def test_a_ledger_in_the_coordinators_folder_has_the_same_secret(tmp_path:
 
 async def test_the_ban_of_a_worker_shows_whether_its_seeds_were_the_chain_s(tmp_path: Path) -> None:
     exported = tmp_path / "ledger.jsonl"
-    async with running(await folder_parts(chained(), tmp_path)) as world:
-        await world.join(ANNA, BEN)
-        await world.publish()
+    async with running(await folder_parts(chained(), tmp_path), ANNA, BEN) as world:
         for _ in range(2):
             await judged(world, reason=RejectReason.SEED_MISMATCH)
         file = await case_in(world, tmp_path)

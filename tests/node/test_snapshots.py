@@ -63,9 +63,9 @@ def folded(store: KeepingStore, number: int) -> str:
 
 async def test_each_snapshot_is_the_state_after_its_event() -> None:
     store = KeepingStore()
-    async with running(dataclasses.replace(memory_parts(make_run(), snapshot_events=2), store=store)) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(
+        dataclasses.replace(memory_parts(make_run(), snapshot_events=2), store=store), ANNA, BEN
+    ) as world:
         await until(lambda: store.snapshots)
         await work(world)
         await until(lambda: len(store.snapshots) > 1)

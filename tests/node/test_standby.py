@@ -104,9 +104,7 @@ async def test_a_policy_that_comes_in_a_gap_between_terms_is_published_and_nothi
             json.loads(event.payload)["type"] async for event in parts.store.events(after=0)
         ]
 
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world:
         for step in range(2):
             await world.fill(step)
             await world.publish()

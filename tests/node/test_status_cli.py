@@ -43,9 +43,7 @@ async def text_of(*arguments: object) -> str:
 
 
 async def test_a_run_is_shown_by_its_folder_its_link_and_its_url(tmp_path: Path) -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         await world.client(ANNA).heartbeat(HEARTBEAT)
         for target in (run_dir_of(world, tmp_path).path, f"{world.url}/#{world.run.digest}", world.url):
             text = await text_of(target)
@@ -67,9 +65,7 @@ async def test_each_step_shows_how_long_its_policy_took_to_be_usable() -> None:
 
 
 async def test_a_ban_is_seen_at_once_with_its_reason(tmp_path: Path) -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         await world.join(BEN)
         place = run_dir_of(world, tmp_path)
         await operate("ban", place.path, BEN.key_id, "--reason", "noise in the cellar")
@@ -84,9 +80,7 @@ async def test_a_ban_is_seen_at_once_with_its_reason(tmp_path: Path) -> None:
 
 async def test_the_folder_of_a_coordinator_that_does_not_run_is_read(tmp_path: Path) -> None:
     place = RunDir(tmp_path / "run")
-    async with running(await folder_parts(make_run(), place.coordinator)) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(await folder_parts(make_run(), place.coordinator), ANNA, BEN) as world:
         run_dir_of(world, tmp_path)
         await operate("ban", place.path, BEN.key_id, "--reason", "noise in the cellar")
         await world.fill(0)

@@ -170,9 +170,7 @@ def test_a_verdict_of_an_older_log_adds_no_evidence() -> None:
 
 async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evidence() -> None:
     """Through the daemon: verdicts with sums in, receipts with sums out, and the ban occurs where the sums imply it."""
-    async with running(memory_parts(make_run(checks=CALIBRATED))) as world:
-        await world.join(ANNA, BEN)
-        await world.publish()
+    async with running(memory_parts(make_run(checks=CALIBRATED)), ANNA, BEN) as world:
         for nats in (-0.5, 4.0, 9.0):
             await world.client(ANNA).upload(make_parcel(lease := await world.lease(ANNA, rollouts_max=2), ANNA))
             task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
@@ -219,9 +217,7 @@ async def test_a_worker_can_add_up_its_own_receipts_and_an_operator_sees_the_evi
 
 async def test_sums_that_no_tokens_can_give_are_refused_and_the_coordinator_continues() -> None:
     """A number of lambdas other than the calibration's would otherwise end the journal, and with it the run."""
-    async with running(memory_parts(make_run(checks=CALIBRATED))) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(make_run(checks=CALIBRATED)), ANNA) as world:
         await world.client(ANNA).upload(make_parcel(lease := await world.lease(ANNA, rollouts_max=2), ANNA))
         task = await world.client(VALIDATOR).check(CheckRequest(policy_versions=(), wait_s=5.0))
         assert isinstance(task, CheckTask)

@@ -21,10 +21,10 @@ from tests.node.batch_coordinator import BatchCoordinator, make_run
 from tests.node.teacher_world import BackendTeacher
 from tests.node.trainer_world import CONFIG, make_trainer, rows
 from tests.time_world import VirtualClock
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.engines.vllm_teacher import VllmTeacher
 from prime_node.adapters.models.pretrained_model import pretrained_weights
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.broadcast.audit.safetensors_file import write_safetensors
 from prime_node.ports.teacher import TeacherRefusal
@@ -242,8 +242,7 @@ def vllm_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """Start what `vllm serve` starts, on a tiny model's folder."""
     folder = tmp_path / "teacher"
     folder.mkdir()
-    for name, data in tiny_model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
-        (folder / name).write_bytes(data)
+    write_tiny_model(folder, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128)
     weights = TorchBackend(folder, seed=5, threads=1, published_dtype="fp32").snapshot()
     write_safetensors(folder / "model.safetensors", weights)
     with socket.socket() as free:
@@ -283,7 +282,6 @@ def vllm_server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_real_vllm_server_returns_what_the_model_computes(vllm_server: tuple[str, Path]) -> None:
     """Tolerance: 1e-3 nats, between two engines in fp32."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.tiny_model_world import write_tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
@@ -20,9 +21,7 @@ from prime_protocol.weights import root_of
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, data in tiny_model_files().items():
-        (tmp_path / name).write_bytes(data)
-    return tmp_path
+    return write_tiny_model(tmp_path)
 
 
 def test_the_files_are_the_same_bytes_everywhere() -> None:
@@ -43,8 +42,7 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_else(folder: Path) ->
 
 @pytest.mark.parametrize("sizes", [{}, {"hidden_size": 64, "num_layers": 3, "num_heads": 2, "intermediate_size": 96}])
 def test_the_weights_are_those_of_transformers_own_model_in_its_order(tmp_path: Path, sizes: dict[str, int]) -> None:
-    for name, data in tiny_model_files(**sizes).items():
-        (tmp_path / name).write_bytes(data)
+    write_tiny_model(tmp_path, **sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     expected = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]

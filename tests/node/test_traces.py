@@ -192,9 +192,7 @@ async def test_a_header_of_a_stranger_chooses_neither_trace_nor_sampling(collect
 
 async def test_any_header_on_a_signed_request_is_harmless(collector: Collector) -> None:
     traces = sending_to(collector)
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         await world.learn_epoch()
         for header in ("x" * 4_000, "00-" + "f" * 32 + "-" + "f" * 16 + "-01", "é"):
             status, _ = await world.post("/v1/heartbeat", world.signed(HEARTBEAT, ANNA), traceparent=header)

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.tiny_model_world import write_tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prime_node.adapters.engines.torch_weights import to_weights
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.causal_model import common_prefix
-from prime_node.adapters.models.tiny_model import initial_weights, tiny_model_files
+from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreRequest
 from prime_protocol.assignment import Sampling
 from prime_protocol.errors import LocalError
@@ -27,9 +28,7 @@ REQUESTS = [GenerateRequest((7, *range(50, 60 + n // 4 * 3)), seed=n) for n in r
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, data in tiny_model_files(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64).items():
-        (tmp_path / name).write_bytes(data)
-    return tmp_path
+    return write_tiny_model(tmp_path, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from tests.conformance.engine_world import peaked_weights
 from tests.node.proofs_world import LEASE
 from tests.node.validator_world import LeasedPrompts, LetterTokenizer, judge_bundle, make_bundle
 from tests.node.worker_world import make_run
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle
 from prime_protocol.assignment import Sampling
@@ -30,8 +30,7 @@ RUN = make_run(vocab_size=264, sampling=LEASE.sampling, checks=CheckPolicy(unsee
 
 @pytest_asyncio.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[TransformersEngine]:
-    for name, data in tiny_model_files(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128).items():
-        (tmp_path / name).write_bytes(data)
+    write_tiny_model(tmp_path, hidden_size=64, num_layers=2, num_heads=2, intermediate_size=128)
     made = TransformersEngine(tmp_path)
     await made.load(peaked_weights(tmp_path, 0), policy_version=0)
     yield made

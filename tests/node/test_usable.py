@@ -27,9 +27,7 @@ def test_only_the_newest_policies_are_remembered() -> None:
 
 
 async def test_status_and_metrics_show_what_the_heartbeats_say() -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(memory_parts(make_run()), ANNA, BEN) as world:
         for key, version, after_ms in ((ANNA, 0, 250), (BEN, 0, 750), (BEN, 7, 1)):  # there is no policy 7
             beat = HeartbeatRequest(
                 state=WorkerState.IDLE,

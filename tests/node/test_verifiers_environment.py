@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.environments.process import ProcessTurnEnvironment
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.algo.trajectories import interleave
 from prime_node.cli.wire_environments import end_environments, start_environments
 from prime_node.envs.episodes import Bounds, EpisodeRecorder, WrongContext, replayed
@@ -43,10 +43,7 @@ def tasksets() -> Iterator[None]:
 
 
 def model_of(folder: Path) -> Path:
-    folder.mkdir()
-    for name, data in tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
-        (folder / name).write_bytes(data)
-    return folder
+    return write_tiny_model(folder, hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
 
 
 def words(name: str = "words", **options: str | int | bool) -> EnvironmentSpec:

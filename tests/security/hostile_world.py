@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.environments.child import EnvironmentFailed
 from prime_node.adapters.environments.process import ProcessEnvironment
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.sandbox import bubblewrap
 from prime_node.cli.wire_environments import end_environments, start_environments
 from prime_node.envs.settings import EnvironmentSettings
@@ -43,9 +43,7 @@ def package(folder: Path) -> Path:
 
 def model(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, data in tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
-        (folder / name).write_bytes(data)
-    return folder
+    return write_tiny_model(folder, hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
 
 
 def hostile(task: str = "probe", name: str = "hostile") -> EnvironmentSpec:

@@ -37,9 +37,7 @@ BODY = b"x" * 300_000
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(memory_parts(make_run()), ANNA, BEN) as world:
         yield world
 
 
@@ -96,9 +94,7 @@ async def test_an_announcement_counts_once(world: World) -> None:
 async def test_an_announced_body_is_charged_to_its_sender_once(num_announced: int) -> None:
     """The rate allows so few requests that each counts: join, lease, and one upload, which is sent once or twice."""
     tokens = 2 + num_announced
-    async with running(memory_parts(make_run(), requests_per_second=tokens / 10)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run(), requests_per_second=tokens / 10), ANNA) as world:
         parcel = make_parcel(await world.lease(ANNA), ANNA)
         for _ in range(num_announced):
             line = await claim(world, ANNA, parcel)
@@ -226,9 +222,7 @@ async def test_what_a_body_held_is_given_back_however_it_ends(world: World, monk
 async def test_the_least_rate_rises_with_the_length_so_that_no_body_takes_longer_than_another() -> None:
     """Two bodies of which as many bytes have arrived: the longer one is cut first, the shorter one when its time is over."""
     web = AiohttpServer(body_grace_s=0.1, body_s_max=2.0)
-    async with running(replace(memory_parts(make_run()), web=web)) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(replace(memory_parts(make_run()), web=web), ANNA, BEN) as world:
         began_s, ended_s = time.monotonic(), {}
 
         async def begin(key: SigningKey, num_bytes: int) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from jinja2 import TemplateError
+from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.models.chat_template import compile_template
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_protocol import limits
 from prime_protocol.errors import LocalError
 
@@ -161,8 +161,7 @@ for name, source in json.load(sys.stdin).items():
 
 
 def write(folder: Path, template: str) -> Path:
-    for name, data in tiny_model_files(hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16).items():
-        (folder / name).write_bytes(data)
+    write_tiny_model(folder, hidden_size=16, num_layers=1, num_heads=1, intermediate_size=16)
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_bytes()), "chat_template": template}))
     return folder

@@ -126,9 +126,7 @@ def test_the_stamp_around_a_request_holds_one_number_which_must_be_near_the_coor
     ],
 )
 async def test_a_heartbeat_with_an_absurd_number_is_refused(change: dict[str, int]) -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         beat = HEARTBEAT.model_dump(mode="json") | change
         body = world.signed(HEARTBEAT, ANNA, request=beat)
         await refused(world, ErrorCode.WRONG_TYPE, "/v1/heartbeat", body)
@@ -137,9 +135,7 @@ async def test_a_heartbeat_with_an_absurd_number_is_refused(change: dict[str, in
 
 async def test_what_one_stranger_claims_moves_nothing_that_is_shown_of_others() -> None:
     honest = [SigningKey(bytes([number]) * 32) for number in range(101, 106)]
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(*honest, BEN)
+    async with running(memory_parts(make_run()), *honest, BEN) as world:
         for key, after_ms in zip(honest, (200, 220, 240, 260, 300), strict=True):
             await say(world, key, after_ms)
         before = (await world.status())["usable"]
@@ -175,9 +171,7 @@ async def test_a_policy_was_not_usable_longer_ago_than_it_is_old() -> None:
 
 
 async def test_a_policy_that_does_not_exist_is_not_shown_as_held() -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         await world.client(ANNA).heartbeat(HEARTBEAT.model_copy(update={"policy_version": limits.STEP_MAX}))
         assert (await world.status())["workers"][0]["policy_version"] == -1
 

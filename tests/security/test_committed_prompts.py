@@ -48,9 +48,7 @@ async def test_a_worker_keeps_a_receipt_that_hides_a_false_prompt_with_its_lease
 async def test_a_receipt_states_the_prompts_of_its_lease_even_if_the_environment_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with running(memory_parts(chained())) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(chained()), ANNA) as world:
         lease = await world.lease(ANNA, rollouts_max=2)
         await world.client(ANNA).upload(make_parcel(lease, ANNA))
         monkeypatch.setattr(Letters, "prompt", PraisingLetters.prompt)

@@ -47,9 +47,7 @@ def test_classes_without_an_end_are_refused_at_once() -> None:
 
 
 async def test_a_recorded_announcement_uses_up_nothing_of_its_signers_rate() -> None:
-    async with running(memory_parts(make_run(), requests_per_second=2.0)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run(), requests_per_second=2.0), ANNA) as world:
         parcel = make_parcel(await world.lease(ANNA), ANNA)
         head = post("/v1/rollouts", len(parcel), await claim(world, ANNA, parcel))
         assert (await ask(world.url, head + parcel)).status == 200

@@ -30,9 +30,7 @@ RUN = make_run(keys=keys_with(SECOND))
 async def test_a_second_validator_gets_the_lease_that_the_first_one_got() -> None:
     """Before, it got the slot's newer problem, found an honest bundle wrong, and both validators were named."""
     parts = memory_parts(RUN, second_look_share=1.0, curriculum={"online_difficulty_filtering": True})
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(parts, ANNA, BEN) as world:
         for validator in (VALIDATOR, SECOND):
             assert isinstance(await world.client(validator).check(CheckRequest(policy_versions=())), NotYet)
         lease = await world.lease(ANNA, rollouts_max=2)

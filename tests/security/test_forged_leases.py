@@ -62,9 +62,7 @@ def of_other_slots(lease: Lease, run: PinnedRun) -> Lease:
 async def test_a_dossier_with_a_forged_lease_does_not_hold(tmp_path: Path) -> None:
     """The honest bundle would be `wrong_assignment` by its own bytes, and the seeds would match the chain."""
     run = chained()
-    async with running(await folder_parts(run, tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(run, tmp_path), ANNA) as world:
         for _ in range(2):
             await judged(world, reason=RejectReason.WRONG_ASSIGNMENT)
         file = await case_in(world, tmp_path)
@@ -83,9 +81,7 @@ async def test_a_dossier_with_a_forged_lease_does_not_hold(tmp_path: Path) -> No
 @pytest.mark.parametrize("what", ["of another lease", "of another key"])
 async def test_a_dossier_with_another_bundle_does_not_hold(tmp_path: Path, what: str) -> None:
     """The coordinator alone signs which bundle a receipt is about."""
-    async with running(await folder_parts(make_run(), tmp_path)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         leases = [await judged(world, reason=RejectReason.SEED_MISMATCH) for _ in range(2)]
         file = await case_in(world, tmp_path)
     other = make_parcel(leases[0], ANNA, created_at_ms=1) if what == "of another lease" else make_parcel(leases[1], BEN)

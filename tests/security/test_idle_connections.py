@@ -23,9 +23,7 @@ async def test_a_network_full_of_idle_connections_keeps_no_member_out(
     monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     """Before, a member of that network whose connection had ended was reset, and so were newcomers."""
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         monkeypatch.setattr(limits, "HTTP_STRANGERS_EACH_MAX", SHARE)
         raws = []
         for _ in range(3 * SHARE):

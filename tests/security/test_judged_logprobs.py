@@ -66,9 +66,7 @@ def logprobs_of(group: Group) -> list[tuple[float, ...]]:
 
 
 async def test_a_real_validator_s_logprobs_take_the_place_of_shaded_ones_and_the_bundle_stays_as_signed() -> None:
-    async with running(memory_parts(RUN)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(RUN), ANNA) as world:
         parcel = shaded_parcel(await world.lease(ANNA, rollouts_max=2))
         uploaded = await world.client(ANNA).upload(parcel)
         scorer, stop = Scorer(), asyncio.Event()

@@ -201,9 +201,7 @@ async def test_a_receipt_that_releases_an_escrow_states_the_seeds_again(
     policy = AuditPolicy(share_min=0.5, newcomer_bundles=1, escrow_bundles=4)
     run = chained(checks=CheckPolicy(audits=policy), limits=Limits(prompt_tokens_max=21))
     leases, parts = {}, memory_parts(run)
-    async with running(parts) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(parts, ANNA) as world:
         for _ in range(2):
             lease = await world.lease(ANNA, rollouts_max=4)
             leases[lease.lease_id] = lease

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiny_model_world import write_tiny_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer, panics_raised
@@ -20,7 +21,6 @@ from prime_node.adapters.models.model_folder import (
     rope_table_bytes,
 )
 from prime_node.adapters.models.regex_cost import regex_fault
-from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
@@ -44,9 +44,7 @@ DEEPSEEK = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name, data in tiny_model_files(**SIZES).items():
-        (tmp_path / name).write_bytes(data)
-    return tmp_path
+    return write_tiny_model(tmp_path, **SIZES)
 
 
 def change(path: Path, **entries: object) -> None:

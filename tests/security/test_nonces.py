@@ -102,9 +102,7 @@ def test_a_run_with_many_workers_has_room_for_what_each_of_them_sends() -> None:
 
 
 async def test_a_member_that_uses_up_its_share_leaves_others_and_the_run_s_keys_theirs() -> None:
-    async with running(memory_parts(make_run(), nonces_max=1_000)) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(memory_parts(make_run(), nonces_max=1_000), ANNA, BEN) as world:
         await world.learn_epoch()
         statuses = [(await world.post("/v1/heartbeat", world.signed(HEARTBEAT, ANNA)))[0] for _ in range(200)]
         assert statuses[:10] == [200] * 10

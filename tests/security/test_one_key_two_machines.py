@@ -202,9 +202,7 @@ async def test_a_machine_that_crashed_and_starts_at_once_waits_no_longer_than_fo
 
 async def test_a_state_folder_copied_with_its_spool_loses_nothing_and_counts_once(tmp_path: Path) -> None:
     plain = make_plain_run(heartbeat_seconds=HEARTBEAT_S)
-    async with running(memory_parts(plain)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(plain), ANNA) as world:
         lease = await world.lease(ANNA)
         parcel = make_parcel(lease, ANNA)
         replies = []

@@ -117,9 +117,7 @@ def beat(world: World) -> bytes:
 
 async def test_an_overloaded_coordinator_refuses_heartbeats_and_takes_work() -> None:
     """Before, a flood of heartbeats made all requests wait, and nothing was refused."""
-    async with running(memory_parts(make_run(heartbeat_seconds=0.2), lag_ms_max=1_000 * LAG_S_MAX)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(make_run(heartbeat_seconds=0.2), lag_ms_max=1_000 * LAG_S_MAX), ANNA) as world:
         lease = await world.lease(ANNA)
         raw = await Raw.to(world.url)
         await raw.send(beat(world))
@@ -147,9 +145,7 @@ async def test_an_overloaded_coordinator_refuses_heartbeats_and_takes_work() -> 
 
 async def test_a_url_for_an_upload_is_refused_no_earlier_than_the_upload() -> None:
     """Before, each finished bundle of a MiB or more waited until new work was given again, though uploads were taken."""
-    async with running(memory_parts(make_run(), lag_ms_max=1_000 * LAG_S_MAX)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(make_run(), lag_ms_max=1_000 * LAG_S_MAX), ANNA) as world:
         await world.learn_epoch()
         overload(world, BEGINS[Importance.FINISHED_WORK] - 0.1)  # requests for work are refused
         asked = UploadUrlRequest(lease_id="0" * 64, body_bytes=1, body_sha256="0" * 64)
@@ -159,9 +155,7 @@ async def test_a_url_for_an_upload_is_refused_no_earlier_than_the_upload() -> No
 
 
 async def test_a_member_on_a_new_connection_is_no_stranger_to_an_overloaded_coordinator() -> None:
-    async with running(memory_parts(make_run(), lag_ms_max=1_000 * LAG_S_MAX)) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(memory_parts(make_run(), lag_ms_max=1_000 * LAG_S_MAX), ANNA) as world:
         overload(world, Importance.HEARTBEATS)  # all strangers are refused, and heartbeats not yet
         for _ in range(LET_THROUGH):
             raw = await Raw.to(world.url)

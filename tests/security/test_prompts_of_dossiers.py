@@ -36,9 +36,7 @@ def rendered(problem: Problem) -> list[int] | None:
 async def banned(folder: Path, environment: Letters) -> Path:
     """Return the dossier of a ban by strikes."""
     parts = replace(await folder_parts(RUN, folder), environments={"letters": environment})
-    async with running(parts) as world:
-        await world.join(ANNA)
-        await world.publish()
+    async with running(parts, ANNA) as world:
         for _ in range(2):
             await judged(world, reason=RejectReason.SEED_MISMATCH)
         return await case_in(world, folder)

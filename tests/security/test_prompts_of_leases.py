@@ -50,9 +50,7 @@ async def test_a_coordinator_that_leases_changed_prompts_is_noticed_and_named(
     environment: Environment, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = replace(memory_parts(make_run()), environments={"letters": environment}, tokenizer=tokenizer)
-    async with running(parts) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(parts, ANNA) as world:
         stop, scorer = asyncio.Event(), Scorer()
         scorer.may_score.set()
         validator = validator_of(world, VALIDATOR, scorer)

@@ -70,9 +70,7 @@ def test_a_broken_machine_is_distinguished_from_a_wrong_precision() -> None:
 
 
 async def test_the_public_metrics_do_not_show_one_bundles_measurements() -> None:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         for error in (0.01234, 0.01444):
             await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
             task = await world.take_task(VALIDATOR)

@@ -55,9 +55,7 @@ class Honest:
 
 @pytest.fixture
 async def honest(tmp_path: Path) -> AsyncIterator[Honest]:
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(memory_parts(make_run()), ANNA, BEN) as world:
         for key, reason in ((ANNA, None), (BEN, RejectReason.SEED_MISMATCH), (ANNA, None)):
             await world.client(key).upload(make_parcel(await world.lease(key, rollouts_max=2), key))
             await world.judge(reason=reason)
@@ -137,9 +135,7 @@ async def test_of_two_heads_the_longer_is_dated_later(honest: Honest, later_ms: 
 @pytest.mark.parametrize("is_restarted", [False, True])
 async def test_a_clock_that_is_set_back_dates_no_receipt_before_its_lease(tmp_path: Path, is_restarted: bool) -> None:
     run, clock = make_run(), StoppedClock()
-    async with running(replace(await folder_parts(run, tmp_path), clock=clock)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(replace(await folder_parts(run, tmp_path), clock=clock), ANNA) as world:
         head, lease = world.head, await world.lease(ANNA, rollouts_max=2)
         if not is_restarted:
             clock.ms -= 3_600_000
@@ -184,9 +180,7 @@ async def test_ledger_verify_of_a_link_tells_the_age_of_a_head_whose_coordinator
 
 async def test_an_honest_coordinator_signs_no_two_heads_of_one_millisecond() -> None:
     shown = []
-    async with running(replace(memory_parts(make_run()), clock=StoppedClock())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(replace(memory_parts(make_run()), clock=StoppedClock()), ANNA) as world:
         for _ in range(2):
             await settle(world, await world.lease(ANNA, rollouts_max=2))
             shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
@@ -204,9 +198,7 @@ async def test_a_head_of_an_older_copy_of_the_folder_convicts_no_honest_coordina
     shown: list[Shown] = []
     place, copy = RunDir(tmp_path / "run"), RunDir(tmp_path / "copy")
 
-    async with running(replace(await folder_parts(run, place.coordinator), clock=clock)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(replace(await folder_parts(run, place.coordinator), clock=clock), ANNA) as world:
         await settle(world, await world.lease(ANNA, rollouts_max=2))
         shown.append(Shown(await world.client(ANNA).ledger(0), await world.client(ANNA).ledger_head()))
         await settle(world, await world.lease(ANNA, rollouts_max=2))  # no head names it

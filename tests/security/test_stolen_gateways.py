@@ -28,9 +28,7 @@ from prime_protocol.parcel import open_parcel
 async def test_a_gateway_cannot_replace_the_bundle_of_another_worker(tmp_path: Any) -> None:
     """Before, the writer stored any bytes under any digest that a gateway named: it destroyed bundles that were accepted."""
     parts, server = hearing(replace(memory_parts(make_run(), **LISTENS), bundles=FolderBlobs(tmp_path)))
-    async with running(parts) as world, linked(server.port, world.run.digest) as link:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(parts, ANNA, BEN) as world, linked(server.port, world.run.digest) as link:
         honest = make_parcel(await world.lease(ANNA), ANNA)
         bundle = (await world.client(ANNA).upload(honest)).bundle
         opened = open_parcel(make_parcel(await world.lease(BEN), BEN), body_bytes_max=10**9)

@@ -61,9 +61,7 @@ async def is_not_its_own(world: World, key: SigningKey, bundle: str, reason: Rej
 
 
 async def test_a_validator_judges_no_bundle_that_it_was_not_handed() -> None:
-    async with running(memory_parts(RUN)) as world:
-        await world.publish()
-        await world.join(ANNA, BEN)
+    async with running(memory_parts(RUN), ANNA, BEN) as world:
         bundle = await uploaded(world)
         await is_not_its_own(world, SECOND, bundle)
         await is_not_its_own(world, SECOND, bundle, RejectReason.LOGPROB_MISMATCH)
@@ -78,9 +76,7 @@ async def test_a_validator_judges_no_bundle_that_it_was_not_handed() -> None:
 
 
 async def test_a_late_verdict_counts_until_another_validator_has_the_bundle() -> None:
-    async with running(memory_parts(RUN, check_seconds=0.2)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(RUN, check_seconds=0.2), ANNA) as world:
         bundle = await uploaded(world)
         assert (await world.take_task(VALIDATOR)).bundle == bundle
         assert (await world.take_task(SECOND)).bundle == bundle  # once the first one's time was up
@@ -91,9 +87,7 @@ async def test_a_late_verdict_counts_until_another_validator_has_the_bundle() ->
 
 async def test_a_validator_that_only_takes_bundles_cannot_have_them_refused_while_another_one_works() -> None:
     """Before, one that asked often took each bundle until the attempts were used up, and it was refused as unverifiable."""
-    async with running(memory_parts(RUN, check_seconds=0.2)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(RUN, check_seconds=0.2), ANNA) as world:
         bundle = await uploaded(world)
         assert isinstance(await world.client(SECOND).check(CheckRequest(policy_versions=(), wait_s=0.0)), CheckTask)
         hoarding = asyncio.create_task(world.client(SECOND).check(CheckRequest(policy_versions=(), wait_s=5.0)))
@@ -102,9 +96,7 @@ async def test_a_validator_that_only_takes_bundles_cannot_have_them_refused_whil
 
 
 async def test_a_verdict_names_no_logprobs_of_another_validator() -> None:
-    async with running(memory_parts(RUN, check_seconds=0.2)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(RUN, check_seconds=0.2), ANNA) as world:
         bundle = await uploaded(world)
         await world.take_task(VALIDATOR)
         theirs = await world.client(VALIDATOR).put_logprobs(bundle, VALUES)
@@ -115,9 +107,7 @@ async def test_a_verdict_names_no_logprobs_of_another_validator() -> None:
 
 async def test_a_verdict_on_anothers_bundle_sets_no_class() -> None:
     """Otherwise a verdict on any bundle would choose the validator of the next second looks."""
-    async with running(memory_parts(RUN)) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(RUN), ANNA) as world:
         bundle = await uploaded(world)
         assert (await world.take_task(VALIDATOR)).bundle == bundle
         evidence = BundleEvidence(worker="a", validator="a class of its own", sums={})
@@ -178,9 +168,7 @@ def test_what_the_only_validator_of_a_class_accepts_is_looked_at_by_one_of_anoth
 
 async def test_a_validator_cannot_give_a_reason_that_only_the_coordinator_finds() -> None:
     """Otherwise one validator would ban by `equivocation`, or drop honest bundles as `stale` without a second validator."""
-    async with running(memory_parts(make_run())) as world:
-        await world.publish()
-        await world.join(ANNA)
+    async with running(memory_parts(make_run()), ANNA) as world:
         await uploaded(world)
         task = await world.take_task(VALIDATOR)
         for reason in RejectReason:
