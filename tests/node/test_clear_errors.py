@@ -168,7 +168,7 @@ def test_what_works_only_in_part_has_its_line_with_a_link_too(monkeypatch: pytes
     without = Finding("obstore", False, doctor.MISSING, how_to_install("s3"), "buckets")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: slow, lambda: without))
     shown = CliRunner().invoke(app, ["doctor", NOWHERE]).stdout
-    assert "--  disk speed     1 MB/s written   name a --folder on a faster disk" in shown
+    assert "--  disk speed     1 MB/s written (for quick starts)   name a --folder on a faster disk" in shown
     assert "--  obstore" not in shown
     assert "not available here: buckets (" in shown
 

@@ -308,7 +308,7 @@ def test_commands_for_a_worker_that_does_not_run_hold_for_its_next_start(
     (folder / "status.json").write_text("{}")
     command.pause_worker(folder)
     assert read_control(folder).wanted is Wanted.PAUSE
-    command.limit_worker(folder, ["hours=22:00-07:00"])
+    command.limit_worker([str(folder), "hours=22:00-07:00"])
     assert read_control(folder) == Control(wanted=Wanted.PAUSE, limits=NIGHTS, at_ms=read_control(folder).at_ms), (
         "a pause and a limit do not disturb each other"
     )
@@ -324,12 +324,17 @@ def test_commands_for_a_worker_that_does_not_run_hold_for_its_next_start(
         ("threads=0", "threads: "),
     ):
         with pytest.raises(LocalError, match=why):
-            command.limit_worker(folder, [wrong])
-    command.limit_worker(folder, ["hours=", "threads=3", "upload_mbit_per_s=2.5"])
+            command.limit_worker([str(folder), wrong])
+    command.limit_worker([str(folder), "hours=", "threads=3", "upload_mbit_per_s=2.5"])
     assert read_control(folder).limits == WorkLimits(threads=3, upload_mbit_per_s=2.5)
-    command.limit_worker(folder, ["threads=", "upload_mbit_per_s="])
+    command.limit_worker([str(folder), "threads=", "upload_mbit_per_s="])
     assert read_control(folder).limits == WorkLimits()
+    with pytest.raises(LocalError, match="no worker runs here"):
+        command.limit_worker(["threads=1"])
     lock = FolderLock(folder)
+    monkeypatch.setattr(command, "ANSWER_S", 0.0)
+    command.limit_worker(["threads=1"])
+    assert read_control(folder).limits == WorkLimits(threads=1)
     (folder / "status.json").unlink()
     with pytest.raises(LocalError, match="no worker has run"):
         command.pause_worker(folder)

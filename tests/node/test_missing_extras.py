@@ -125,6 +125,8 @@ def test_the_advice_for_an_installation_from_a_release_names_its_installer_or_it
         f"python3 -I install.py --role operator --from /releases --key ab --to {tmp_path} --bin /bin"
     )
     assert how_to_install("vllm").endswith("install 'prime-node[vllm] @ file:///releases/prime.whl#sha256=cd'")
+    (tmp_path / "install.json").unlink()  # as in the sandbox of environments; the wheel's address is a deleted file
+    assert how_to_install("envs") == "`prime-node doctor` has the command"
 
 
 def test_the_table_of_extras_has_every_extra_and_every_optional_module() -> None:

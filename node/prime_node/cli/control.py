@@ -67,10 +67,12 @@ def open_worker(
 
 
 def limit_worker(
-    folder: Annotated[Path, typer.Argument(help="The worker's folder.")],
-    assignments: Annotated[
+    arguments: Annotated[
         list[str],
-        typer.Argument(metavar="[NAME=VALUE]...", help="hours=22:00-07:00, on_battery=false; NAME= removes one."),
+        typer.Argument(
+            metavar="[FOLDER] [NAME=VALUE]...",
+            help="The worker's folder [all workers that run here]; hours=22:00-07:00, on_battery=false; NAME= removes one.",
+        ),
     ] = [],  # noqa: B006 - typer reads it, nothing changes it
 ) -> None:
     """Show or change when a worker computes and how much it uses. It is paused outside of its limits on when.
@@ -87,6 +89,12 @@ def limit_worker(
 
     They are kept over restarts, and replace all of the settings worker.limits.
     """
+    is_named = bool(arguments) and "=" not in arguments[0]
+    for folder in _running(Path(arguments[0]) if is_named else None):
+        _limit(folder, arguments[is_named:])
+
+
+def _limit(folder: Path, assignments: list[str]) -> None:
     from pydantic import ValidationError
 
     from prime_node.at_desk import SEATS

@@ -51,7 +51,7 @@ ENGINE, MISSING = ("torch", "transformers"), "not installed"
 """Packages without which a machine generates nothing, so that it cannot join a run; how their absence is shown."""
 ALWAYS_SHOWN = ("vllm",)
 """Packages whose absence matters to a contributor too. With a link, the others that are missing get no line."""
-HOW_TO_GET = " (no worker of every run needs them; `prime-node doctor` without a link says how to get them)"
+HOW_TO_GET = " (only some runs need them; `prime-node doctor` without a link says how to get them)"
 
 
 def doctor(
@@ -79,8 +79,9 @@ def doctor(
         is_missing = finding.seen == MISSING and finding.needed_for and finding.what not in ALWAYS_SHOWN
         if not as_json and (link is None or not is_missing):
             mark = "ok" if finding.ok else ("--" if finding.needed_for else "!!")
+            purpose = f" (for {finding.needed_for})" if mark == "--" else ""
             advice = "" if finding.ok else f"   {finding.advice}"
-            say(f"{mark}  {finding.what:<14} {finding.seen}{advice}")
+            say(f"{mark}  {finding.what:<14} {finding.seen}{purpose}{advice}")
     fatal = [finding.what for finding in findings if not finding.ok and not finding.needed_for]
     missing = [one for one in findings if not one.ok and one.needed_for and (link is None or one.seen == MISSING)]
     roles = sorted({one.needed_for for one in missing})
@@ -110,7 +111,7 @@ def doctor(
 
 def _findings(link: str | None, measure: bool) -> Iterator[Finding]:
     is_ready = True
-    for check in CHECKS:
+    for check in (*CHECKS, *(OPERATORS_CHECKS if link is None else ())):
         found = check()
         if link is not None and found.what in ENGINE and found.seen == MISSING:
             found = replace(found, needed_for="")
@@ -327,8 +328,11 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _package("reasoning-gym", "envs", "reasoning-gym environments"),
     _package("verifiers", "verifiers", "environments of verifiers"),
     _package("pyarrow", "parquet", "environments over Parquet files"),
+    _package("libp2p", "p2p", "finding peers behind NATs (HTTP needs a port that others reach)"),
+)
+OPERATORS_CHECKS = (
     _package("prometheus-client", "coordinator", "running a coordinator"),
     _package("asyncpg", "postgres", "a coordinator's store in PostgreSQL"),
     _package("obstore", "s3", "a coordinator's bundles and checkpoints in S3"),
-    _package("libp2p", "p2p", "finding peers behind NATs (HTTP needs a port that others reach)"),
 )
+"""What no contributor needs, so that it is not examined with a link."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import prime_node
-from prime_node.cli.installation import recorded_installation
+from prime_node.cli.installation import VERSIONS, recorded_installation
 from prime_protocol.errors import LocalError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -108,6 +108,8 @@ def how_to_install(*extras: str) -> str:
         return f"pip install -e {shlex.quote(f'{checkout}[{names}]')}"
     if (installed := recorded_installation()) is not None:
         return _of_release(extras, *installed)
+    if Path(sys.prefix).parent.name == VERSIONS:  # an environments' process cannot read the record
+        return "`prime-node doctor` has the command"
     install = _installer()
     if (came_from := _wheel_address()) is not None:
         return f"{install} {shlex.quote(f'prime-node[{names}] @ {came_from}')}"

@@ -64,7 +64,8 @@ def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> 
 
     if run_dir.exists:
         raise LocalError(
-            f"{run_dir.path} already holds a run; choose another folder, or resume it with `prime-node up`"
+            f"{run_dir.path} already holds a run; choose another folder, or resume it with `prime-node up`. "
+            f"Its address is in {run_dir.join_link_file}, which may be edited"
         )
     grants = options.load(EnvironmentSettings)
     settings = wire_new.pin_datasets(options.load(RunConfig), grants)

@@ -1,0 +1,62 @@
+"""scripts/setup.py says what it would do, and trusts no set-up that did not finish. It runs in a copy, and no index answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPLETE = """
+import sys
+sys.path.insert(0, "scripts")
+from setup import Stamp, detect_machine, fingerprint, identity, kernel_times
+Stamp(identity(detect_machine()), "complete", fingerprint(), installed=["core"], kernels=kernel_times()).write()
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    (tmp_path / "scripts").mkdir()
+    for path in (*ROOT.glob("scripts/setup*.py"), ROOT / "pyproject.toml", ROOT / "constraints.txt"):
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    return tmp_path
+
+
+def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    pip = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1", "no_proxy": "*"}
+    environment = {**os.environ, **pip, "PIP_CONFIG_FILE": os.devnull, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
+    return subprocess.run([sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True)
+
+
+def test_the_plan_of_a_set_up_names_parts_and_sizes_and_makes_nothing(tree: Path) -> None:
+    ran = run(tree, "scripts/setup.py", "--parts", "worker", "--plan")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert [line.split()[0] for line in ran.stdout.splitlines()[1:-1:2]] == ["core", "train"]
+    assert "MB to download" in ran.stdout
+    assert not (tree / ".venv").exists()
+    assert "no such part: workr; there are" in run(tree, "scripts/setup.py", "--parts", "workr").stderr
+
+
+@pytest.mark.slow
+def test_a_set_up_that_failed_is_tried_again_and_a_complete_one_is_not(tree: Path) -> None:
+    stamp = tree / ".venv" / "setup.json"
+    first = run(tree, "scripts/setup.py")
+    assert "Set-up stopped. pip failed" in first.stderr
+    assert "The package index does not answer" in first.stderr
+    assert json.loads(stamp.read_text())["state"] == "incomplete"
+    (torn := next(tree.glob(".venv/lib/python*/site-packages")) / "half-1.0.dist-info").mkdir()
+    second = run(tree, "scripts/setup.py")
+    assert "half-1.0 is torn: installing it again" in second.stdout
+    assert (second.returncode, torn.exists()) == (1, False)
+    run(tree, "-c", COMPLETE).check_returncode()
+    done = run(tree, "scripts/setup.py")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (tree / "constraints.txt").write_text("pip==1\n")
+    assert run(tree, "scripts/setup.py").returncode == 1
+    assert json.loads(stamp.read_text())["state"] == "incomplete"
