@@ -108,7 +108,7 @@ async def _limit(tab: Tab, folder: Path) -> None:
     limits = read_control(folder).limits
     assert limits is not None
     assert (limits.hours, limits.threads, limits.on_battery) == (f"{begin}-{end}", 2, True)
-    command.limit_worker(folder, ["hours="])
+    command.limit_worker([str(folder), "hours="])
     await tab.until(f"{HEADLINE} && {HEADLINE} !== 'Paused'", seconds=50.0)
     assert await tab.evaluate("document.querySelector('#l-from').value") == ""
 
