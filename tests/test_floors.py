@@ -6,6 +6,7 @@ Every module of all packages is parsed, not imported, so a forbidden import insi
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -200,6 +201,43 @@ def environment_reads(source: str, tree: ast.AST) -> Iterator[int]:
             yield node.lineno
         if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
             yield node.lineno
+
+
+class AtImport(ast.NodeTransformer):
+    """Leaves what runs when a module is imported."""
+
+    def visit_FunctionDef(self, node: ast.AST) -> None:
+        return None
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_If(self, node: ast.If) -> ast.If | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else node
+
+
+def imported_by(sources: dict[str, tuple[str, bool]]) -> dict[str, set[str]]:
+    """Return which of these modules each of them imports when it is imported. Values: source, and whether it is a package."""
+    found = dict[str, set[str]]()
+    for module, (source, is_package) in sources.items():
+        tree = AtImport().visit(ast.parse(source))
+        names = {name for _, name in imports_of(module, tree, is_package=is_package)}
+        found[module] = {name if name in sources else name.rpartition(".")[0] for name in names} & sources.keys()
+        found[module].discard(module)
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    """Which of them can be imported would depend on which comes first. Before, no peer could start with libp2p."""
+    graph = imported_by({module: (path.read_text(), path.name == "__init__.py") for module, path in modules()})
+    assert len(graph) > 400
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names them
+
+
+def test_modules_that_import_each_other_are_found() -> None:
+    later = "def f():\n    import {0}\nif TYPE_CHECKING:\n    from p import {0}\n"
+    for source, is_found in (("from p.{0} import x", True), ("from p import {0}", True), (later, False)):
+        graph = imported_by({"p.a": (source.format("b"), False), "p.b": (source.format("a"), False)})
+        assert (graph == {"p.a": {"p.b"}, "p.b": {"p.a"}}) is is_found
 
 
 def test_every_module_keeps_to_its_floor() -> None:

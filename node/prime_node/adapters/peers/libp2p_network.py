@@ -13,16 +13,17 @@ import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import trio
-from libp2p.abc import IHost
+from libp2p.abc import IHost, INetConn, INetwork
 from libp2p.peer.id import ID
 from libp2p.tools.anyio_service import background_trio_service
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers import faults
 from prime_node.adapters.peers.libp2p_dialling import Dialler
-from prime_node.adapters.peers.libp2p_gate import ConnectionGater, Doorkeeper
+from prime_node.adapters.peers.libp2p_gate import ConnectionGater
 from prime_node.adapters.peers.libp2p_hints import Hints
 from prime_node.adapters.peers.libp2p_host import PeerSettings, make_host
 from prime_node.adapters.peers.libp2p_meeting import KEY_CHARS_MAX, MEET, Meetings, hosts_by
@@ -62,6 +63,47 @@ class RunningHost:
     """NAT traversal; None for a private host, which uses no relay."""
     reach: Reach
     dialler: Dialler
+
+
+class Doorkeeper:
+    """Observer of new links: it closes those of blocked peers, punches holes for circuits, adds other peers to the hints."""
+
+    def __init__(self, blocked: set[KeyId], hints: Hints, holes: Holes | None, nursery: trio.Nursery) -> None:
+        self._blocked = blocked
+        self._hints = hints
+        self._holes = holes
+        self._nursery = nursery
+
+    async def connected(self, network: INetwork, link: INetConn) -> None:
+        """Handle a new link."""
+        peer = str(link.muxed_conn.peer_id)
+        if peer in self._blocked:
+            await link.close()
+        elif leads_through_relay(link) and self._holes is not None:
+            self._nursery.start_soon(self._holes.punch, peer)
+        else:
+            self._nursery.start_soon(self._hints.meet, peer)
+
+    async def disconnected(self, network: INetwork, link: INetConn) -> None:
+        """Allow another punch once a direct link has ended."""
+        if self._holes is not None and not leads_through_relay(link):
+            self._holes.forget(str(link.muxed_conn.peer_id))
+
+    async def opened_stream(self, network: INetwork, stream: Any) -> None:
+        """Do nothing."""
+        return
+
+    async def closed_stream(self, network: INetwork, stream: Any) -> None:
+        """Do nothing."""
+        return
+
+    async def listen(self, network: INetwork, address: Multiaddr) -> None:
+        """Do nothing."""
+        return
+
+    async def listen_close(self, network: INetwork, address: Multiaddr) -> None:
+        """Do nothing."""
+        return
 
 
 class Libp2pNetwork:
