@@ -86,10 +86,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, file: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None) -> Self:
-        """Merge the sources. Raises LocalError.
-
-        `file` is a whole parsed TOML file; `overrides` come from the command line.
-        """
+        """Merge the sources. Raises LocalError. `file` is a whole parsed TOML file; `overrides` come from the command line."""
         cls._check_variables()
         table = dict((file or {}).get(cls.section, {}))
         merged = _merge(_merge(table, cls.from_environment()), overrides or {})
@@ -165,10 +162,7 @@ def check_sections(file: Mapping[str, Any], known: set[str], *, path: Path) -> N
 
 
 def parse_overrides(assignments: list[str]) -> dict[str, dict[str, Any]]:
-    """Parse `["worker.name=anna", "trainer.loss.type=aipo"]` into nested tables.
-
-    Values are TOML if they parse, else text.
-    """
+    """Parse `["worker.name=anna", "trainer.loss.type=aipo"]` into nested tables. Values are TOML if they parse, else text."""
     tables: dict[str, dict[str, Any]] = {}
     for assignment in assignments:
         path, equals, value = assignment.partition("=")

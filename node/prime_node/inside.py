@@ -31,10 +31,7 @@ class NotRegular(OSError):
 
 
 def place(folder: Path, name: str) -> Path:
-    """Return `folder / name`, for a name with parts from outside. Raises RemoteError for the name.
-
-    `/` separates folders.
-    """
+    """Return `folder / name`, for a name with parts from outside. Raises RemoteError for the name. `/` separates folders."""
     return folder.joinpath(*map(file_name, name.split("/")))
 
 

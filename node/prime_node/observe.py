@@ -144,11 +144,9 @@ class Recorder(Protocol):
 
         Example: record(step=3, reward=0.4).
         """
-        ...
 
     def close(self) -> None:
         """Close the sink. Idempotent."""
-        ...
 
 
 class Recorders:

@@ -50,10 +50,7 @@ class ParameterSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Damping:
-    """A multiplier on the learning rate.
-
-    It falls while policies move faster than rollouts can follow, and slowly recovers.
-    """
+    """A multiplier on the learning rate. It falls while policies move faster than rollouts can follow, and slowly recovers."""
 
     log_ratio_max: float
     """Threshold in nats. Below it the multiplier recovers; above 1.5 times the threshold it falls."""

@@ -71,10 +71,7 @@ def authorise_machine(
     own: Own = OWN,
     person: PersonKey = PERSON,
 ) -> None:
-    """Let a machine work for the person.
-
-    Without KEY it is this machine. Another one gets the printed text.
-    """
+    """Let a machine work for the person. Without KEY it is this machine. Another one gets the printed text."""
     from prime_node.cli import wire_identity
 
     digest = None if run is None else parse_link(run).run
@@ -92,10 +89,7 @@ def accept_delegation(
     delegation: Annotated[str, typer.Argument(help="Text that `prime-node identity authorise` has printed.")],
     own: Own = OWN,
 ) -> None:
-    """Let this machine work for the person who authorised it.
-
-    It does so from its next start on.
-    """
+    """Let this machine work for the person who authorised it. It does so from its next start on."""
     from prime_node.cli.wire_identity import keep_delegation
 
     kept = keep_delegation(own, delegation)
@@ -151,10 +145,7 @@ def backup_key(
     key: KeyFile = OWN,
     passphrase_file: PassphraseFile = None,
 ) -> None:
-    """Write a key to a file that a passphrase encrypts.
-
-    The file holds neither rollouts nor receipts.
-    """
+    """Write a key to a file that a passphrase encrypts. The file holds neither rollouts nor receipts."""
     from prime_node.cli.wire_identity import write_backup
 
     saved = write_backup(key, file, _passphrase(passphrase_file, is_new=True))
@@ -167,10 +158,7 @@ def bring_back(
     key: KeyFile = OWN,
     passphrase_file: PassphraseFile = None,
 ) -> None:
-    """Bring a key back from its backup.
-
-    It never overwrites another key.
-    """
+    """Bring a key back from its backup. It never overwrites another key."""
     from prime_node.cli.wire_identity import restore_key
 
     say(f"key {restore_key(file, key, _passphrase(passphrase_file, is_new=False)).key_id} is in {key}")
@@ -182,10 +170,7 @@ def move_key(
     key: KeyFile = OWN,
     passphrase_file: PassphraseFile = None,
 ) -> None:
-    """Back a key up, and remove it here.
-
-    Another machine can then continue with it: two machines cannot use one key.
-    """
+    """Back a key up, and remove it here. Another machine can then continue with it: two machines cannot use one key."""
     from prime_node.cli.wire_identity import write_backup
 
     _require_no_worker()

@@ -47,32 +47,26 @@ class FollowerSettings(Protocol):
     @property
     def mirrors(self) -> tuple[str, ...]:
         """URLs that also serve the run's checkpoints. They are not trusted."""
-        ...
 
     @property
     def swarm(self) -> SwarmConfig:
         """Settings of this peer in the swarm."""
-        ...
 
     @property
     def poll_seconds(self) -> float:
         """Interval between two requests for the newest policy."""
-        ...
 
     @property
     def policies_kept(self) -> int:
         """Number of policies held in memory."""
-        ...
 
     @property
     def policies_bytes_max(self) -> int | None:
         """Memory for decoded policies; None: by what is available."""
-        ...
 
     @property
     def parts_bytes_max(self) -> int:
         """Disk that downloaded parts may take."""
-        ...
 
 
 SEED_BYTES_MAX = 256 * 2**30

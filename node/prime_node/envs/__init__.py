@@ -1,4 +1,1 @@
-"""Problems and their scoring: built-in environments.
-
-Problems come from a ProblemSource; adapters wrap third-party ones.
-"""
+"""Problems and their scoring: built-in environments. Problems come from a ProblemSource; adapters wrap third-party ones."""

@@ -133,10 +133,7 @@ class WrongContext(Exception):
 
 
 class CutShort(WrongContext):
-    """The recorded turns match the environment, but it asks for more.
-
-    The environment failed where they were recorded.
-    """
+    """The recorded turns match the environment, but it asks for more. The environment failed where they were recorded."""
 
 
 async def replayed(play: Play, turns: Sequence[Turn], bounds: Bounds, *, exact: bool) -> float:

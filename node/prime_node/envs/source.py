@@ -26,11 +26,9 @@ class ProblemSource(Protocol):
 
     def draw(self, number: int) -> SourceProblem:
         """Return problem `number`, any number >= 0. Pure and fast."""
-        ...
 
     def grade(self, problem: SourceProblem, answer: str) -> float:
         """Return the credit for an answer, in [0, 1]; 1 if it is right. Pure."""
-        ...
 
 
 @runtime_checkable
@@ -39,7 +37,6 @@ class PartedSource(ProblemSource, Protocol):
 
     def parts(self, problem: SourceProblem, answer: str) -> Mapping[str, float]:
         """Return them by name. Pure."""
-        ...
 
 
 def parts_of(source: ProblemSource, problem: SourceProblem, answer: str) -> Mapping[str, float]:

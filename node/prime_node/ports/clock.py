@@ -10,12 +10,9 @@ class Clock(Protocol):
 
     def now_ms(self) -> int:
         """Return Unix time in milliseconds. It may jump when the machine wakes up or its clock is set."""
-        ...
 
     def monotonic_s(self) -> float:
         """Return seconds that never run backwards."""
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Suspend the caller for at least `seconds`. Cancellable."""
-        ...

@@ -41,12 +41,9 @@ class Documents(Protocol):
 
     async def write(self, name: str, data: bytes) -> None:
         """Store or replace a document durably; no reader ever sees half of it."""
-        ...
 
     async def read(self, name: str, *, start: int = 0, end: int | None = None) -> bytes:
         """Return bytes [start, end) of a document. Raises KeyError if it does not exist."""
-        ...
 
     async def size(self, name: str) -> int:
         """Return the size of a document. Raises KeyError if it does not exist."""
-        ...

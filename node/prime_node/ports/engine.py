@@ -52,7 +52,6 @@ class Engine(Protocol):
     @property
     def info(self) -> EngineInfo:
         """Return the software's identity, which each rollout carries."""
-        ...
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
         """Swap to other weights (all of them, verified by the caller). Idempotent.
@@ -60,7 +59,6 @@ class Engine(Protocol):
         Raises EngineMismatch if the engine's logprobs on a probe prompt then differ from those of the weights: upstream
         engines have had updates that silently did nothing (verl #7495, NeMo-RL #3839).
         """
-        ...
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
         """Return one completion for each request, in order.
@@ -69,11 +67,9 @@ class Engine(Protocol):
         greedy: no noise, logprobs at temperature 1. A cancelled call leaves the engine usable. The engine does not
         retry: the same request gives the same tokens, except for rare numerical ties.
         """
-        ...
 
     async def close(self) -> None:
         """Free processes and memory. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -83,7 +79,6 @@ class SwappingEngine(Engine, Protocol):
     @property
     def swaps(self) -> frozenset[SwapPolicy]:
         """Return the swap policies that let a completion span policies and that this engine supports."""
-        ...
 
     async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
         """Swap to other weights at the next token while `generate` continues.
@@ -92,7 +87,6 @@ class SwappingEngine(Engine, Protocol):
         swap. Returns when the swap is done; with nothing in progress it is a `load`. Raises EngineMismatch, and so does
         the `generate` in progress.
         """
-        ...
 
 
 def swapping_engine(engine: Engine, swap: SwapPolicy) -> SwappingEngine | None:
@@ -107,11 +101,9 @@ class BatchingEngine(Engine, Protocol):
     @property
     def batches(self) -> bool:
         """Return whether it does. If not, `generate` must not be called while another call is in progress."""
-        ...
 
     async def wait_for_room(self) -> None:
         """Wait until it computes fewer completions than it can."""
-        ...
 
 
 @runtime_checkable
@@ -120,7 +112,6 @@ class ThreadedEngine(Engine, Protocol):
 
     def set_threads(self, threads: int) -> None:
         """Compute with this many threads from the next call of `generate` or `load` on."""
-        ...
 
 
 class Scorer(Protocol):
@@ -129,11 +120,9 @@ class Scorer(Protocol):
     @property
     def info(self) -> EngineInfo:
         """Return the identity of the scoring software, for calibration."""
-        ...
 
     async def load(self, weights: Weights, *, policy_version: int) -> None:
         """Swap to other weights. Idempotent."""
-        ...
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
         """Return logprobs and margins of all T completion tokens, in the order of the requests.
@@ -144,7 +133,6 @@ class Scorer(Protocol):
         margin = max over tokens of (logit / temperature + noise) minus the same for the chosen token; exactly 0.0 if
         the chosen token is the best. Temperature 0: without noise, logprobs at temperature 1.
         """
-        ...
 
     async def prefill_mixed(
         self,
@@ -158,11 +146,9 @@ class Scorer(Protocol):
         Each span is forwarded by its own policy, which sees the cache that the earlier policies left. Loads the
         policies in ascending order, so the newest one is held afterwards.
         """
-        ...
 
     async def close(self) -> None:
         """Free memory. Idempotent."""
-        ...
 
 
 class SamplingScorer(Engine, Scorer, Protocol):

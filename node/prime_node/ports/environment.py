@@ -49,22 +49,18 @@ class Environment(Protocol):
 
     def prompt(self, index: int) -> str:
         """Return the text of training problem `index` (any index >= 0), without the tokenizer's template."""
-        ...
 
     def score(self, index: int, completion: str, *, finished: bool) -> float:
         """Return the reward in [0, 1] of a completion's text for training problem `index`.
 
         `finished` is whether the completion ended with a stop token.
         """
-        ...
 
     def answer(self, index: int) -> str:
         """Return the reference answer, for supervised training on the task's format."""
-        ...
 
     def held_out(self, count: int) -> Sequence[HeldOutProblem]:
         """Return the first `count` evaluation problems, by the evaluation's own seed."""
-        ...
 
 
 @runtime_checkable
@@ -73,7 +69,6 @@ class PartedEnvironment(Environment, Protocol):
 
     def parts(self, index: int, completion: str, *, finished: bool) -> Mapping[str, float]:
         """Return them by name for training problem `index`; none where the completion holds no answer."""
-        ...
 
 
 Ask = Callable[[tuple[int, ...]], Awaitable[Completion | None]]
@@ -91,7 +86,6 @@ class TurnEnvironment(Environment, Protocol):
         `prompt_token_ids` is `prompt` as the lease renders it. Every request is a pure function of the answers so far,
         unless the EnvironmentSpec says otherwise.
         """
-        ...
 
 
 @runtime_checkable
@@ -100,7 +94,6 @@ class PartedTurnEnvironment(TurnEnvironment, Protocol):
 
     async def play_parts(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> Mapping[str, float]:
         """Play one rollout of training problem `index` as `play` does, and return its further rewards by name."""
-        ...
 
 
 @runtime_checkable
@@ -109,7 +102,6 @@ class TurnProblem(Protocol):
 
     async def play(self, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
         """Play one rollout and return its reward as in training: 1 if and only if it ends exactly right."""
-        ...
 
 
 class HeldOutProblem(Protocol):
@@ -118,15 +110,12 @@ class HeldOutProblem(Protocol):
     @property
     def prompt(self) -> str:
         """Return the prompt's text, without the tokenizer's template."""
-        ...
 
     def is_correct(self, completion: str, *, finished: bool) -> bool:
         """Return whether the completion is exactly right."""
-        ...
 
     def score(self, completion: str, *, finished: bool) -> float:
         """Return the reward in [0, 1], as in training."""
-        ...
 
 
 class Tokenizer(Protocol):
@@ -135,21 +124,16 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Return the number of token ids."""
-        ...
 
     @property
     def stop_token_id(self) -> int:
         """Return the token that ends a completion."""
-        ...
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return a problem's text as the model's input token ids, template included."""
-        ...
 
     def encode(self, text: str) -> list[int]:
         """Encode plain text, without template or special tokens."""
-        ...
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of a completion, without special tokens. Invalid UTF-8 becomes U+FFFD."""
-        ...

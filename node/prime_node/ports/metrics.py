@@ -32,20 +32,15 @@ class Metrics(Protocol):
 
     def declare(self, *metrics: Metric) -> None:
         """Declare metrics before any value is reported. Idempotent for the same metric."""
-        ...
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
         """Increase a counter."""
-        ...
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
         """Set a gauge."""
-        ...
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
         """Add a value to a histogram."""
-        ...
 
     def exposition(self) -> tuple[bytes, str]:
         """Return all metrics as text, and its content type."""
-        ...

@@ -87,15 +87,11 @@ RequestHandler = Callable[[KeyId, bytes], Awaitable[bytes | DeferredAnswer]]
 
 
 class PeerNetwork(Protocol):
-    """One peer's view of the network.
-
-    `serve` is called before `start`, everything else between `start` and `close`.
-    """
+    """One peer's view of the network. `serve` is called before `start`, everything else between `start` and `close`."""
 
     @property
     def peer_id(self) -> KeyId:
         """Return this peer's own key id."""
-        ...
 
     def serve(self, protocol: str, handler: RequestHandler, *, request_bytes_max: int) -> None:
         """Answer requests of a protocol; a longer request is refused unread.
@@ -103,57 +99,45 @@ class PeerNetwork(Protocol):
         Handlers run concurrently, at most PEER_REQUESTS_MAX for one peer. A private peer serves no others, whatever is
         registered.
         """
-        ...
 
     async def start(self) -> None:
         """Listen and dial the bootstrap peers.
 
         May be called again after the network has ended. Raises LocalError if the machine cannot do it.
         """
-        ...
 
     def has_ended(self) -> bool:
         """Return whether the network stopped because of a fault.
 
         If so, every call raises Unreachable and no peer is connected.
         """
-        ...
 
     async def ended(self) -> None:
         """Wait until the network has stopped because of a fault."""
-        ...
 
     async def close(self) -> None:
         """Stop. Idempotent. Requests in progress end as Unreachable."""
-        ...
 
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses at which others may dial this peer, as far as known. Empty for a private peer."""
-        ...
 
     def reachability(self) -> Reachability:
         """Return how others can reach this peer, as far as known."""
-        ...
 
     def punched(self) -> tuple[int, int]:
         """Return (peers to which hole punching succeeded, peers with which it was tried) in this session."""
-        ...
 
     def connected(self) -> tuple[ConnectedPeer, ...]:
         """Return the currently connected peers."""
-        ...
 
     def known(self) -> tuple[PeerAddress, ...]:
         """Return the known peers, connected or not. These are hints: an address may be stale or false."""
-        ...
 
     def learn(self, peers: tuple[PeerAddress, ...]) -> None:
         """Remember addresses, at most KNOWN_PEERS_MAX of them. Dials nothing."""
-        ...
 
     def stay_linked(self, address: PeerAddress) -> None:
         """Connect to a bootstrap peer now and whenever the link is lost. At most BOOTSTRAP_PEERS_MAX of them."""
-        ...
 
     async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
         """Connect to a peer.
@@ -161,15 +145,12 @@ class PeerNetwork(Protocol):
         The link is direct if one of the peer's addresses or hole punching allows it, else through a relay. Idempotent.
         Raises Unreachable, also if the peer that answers has another key.
         """
-        ...
 
     async def disconnect(self, peer: KeyId) -> None:
         """Close every link to a peer. Idempotent."""
-        ...
 
     async def block(self, peer: KeyId, reason: str) -> None:
         """Close every link to a misbehaving peer and accept none from it until `close`. Idempotent."""
-        ...
 
     async def request(
         self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
@@ -180,12 +161,9 @@ class PeerNetwork(Protocol):
         whole answer came in time. Raises RemoteError if the peer refuses (with its code) or answers with more than
         `reply_bytes_max` (TOO_LARGE).
         """
-        ...
 
     async def provide(self, digest: str) -> None:
         """Record in the DHT that this peer provides the content named `digest`. Takes seconds; may fail silently."""
-        ...
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
         """Return the peers that the DHT lists for `digest`: untrusted hints, possibly stale, possibly none."""
-        ...

@@ -34,11 +34,9 @@ class Renderer(Protocol):
 
     def render_ids(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> list[int]:
         """Render the whole conversation, with the opening of the next answer."""
-        ...
 
     def parse_response(self, token_ids: Sequence[int], *, tools: Sequence[Message] = ()) -> Parsed:
         """Parse a sampled answer, its stop token included if it has one."""
-        ...
 
     def bridge_to_next_turn(
         self,
@@ -53,4 +51,3 @@ class Renderer(Protocol):
         Returns None if the format cannot guarantee that this equals the whole conversation rendered again. The caller
         then calls `render_ids`, and the earlier samples are not a prefix of the result.
         """
-        ...

@@ -86,7 +86,6 @@ class Store(Protocol):
 
     async def check(self) -> None:
         """Read what is stored, except for the events. Raises LocalError that names what a disk changed or lost."""
-        ...
 
     async def append(
         self,
@@ -99,11 +98,9 @@ class Store(Protocol):
         A receipt replaces the one of the same bundle. Raises StoreConflict if an event number is taken (another
         coordinator writes to the same store) or if a lease would be redeemed by a second bundle.
         """
-        ...
 
     def events(self, *, after: int) -> AsyncIterator[LoggedEvent]:
         """Iterate over events with a number above `after`, in order."""
-        ...
 
     async def save_snapshot(
         self, number: int, payload: str, segment: Segment | None = None, *, kept_from: int = 0
@@ -113,23 +110,18 @@ class Store(Protocol):
         In the same transaction, archive a segment, and delete the chapters before `kept_from`. May be called while `append` is
         in progress.
         """
-        ...
 
     async def latest_snapshot(self) -> tuple[int, str] | None:
         """Return the newest snapshot as (event number, state), None if there is none."""
-        ...
 
     def segments(self, *, after: int) -> AsyncIterator[Segment]:
         """Iterate over the archived segments whose last event has a number above `after`, in order."""
-        ...
 
     async def chapters(self) -> list[Chapter]:
         """Return the chapters of the archive, oldest first, without reading their segments."""
-        ...
 
     async def receipt(self, bundle: str) -> StoredReceipt | None:
         """Return a bundle's latest receipt, None if there is none."""
-        ...
 
     async def receipts_of(
         self, worker: str | None, *, after: int, limit: int, chars_max: int = PAGE_CHARS_MAX
@@ -139,19 +131,15 @@ class Store(Protocol):
         The receipts are one worker's, or all workers' if `worker` is None. There are at most `limit`, and their
         envelopes have at most `chars_max` characters together; a single longer one is still returned.
         """
-        ...
 
     async def ledger(self, *, start: int, limit: int, chars_max: int = PAGE_CHARS_MAX) -> list[str]:
         """Return ledger lines from line `start` (0 is the first), with the same bounds."""
-        ...
 
     async def ledger_length(self) -> int:
         """Return the number of lines in the ledger."""
-        ...
 
     async def close(self) -> None:
         """Close the store."""
-        ...
 
 
 class DamagedRow(LocalError):

@@ -21,19 +21,15 @@ class PeerLink(CheckpointSource, TimestampSource, Protocol):
 
         Raises Unreachable when the link is lost or the peer is silent for PEER_SILENCE_S_MAX.
         """
-        ...
 
     async def peers(self) -> str:
         """Return the peer's newest list of peers, as the coordinator signed it."""
-        ...
 
     async def prepare(self) -> None:
         """Prepare for requests of pieces that follow shortly. Idempotent."""
-        ...
 
     async def close(self) -> None:
         """Close the link. Idempotent."""
-        ...
 
 
 class PeerFinder(Protocol):
@@ -42,11 +38,9 @@ class PeerFinder(Protocol):
     @property
     def hosts(self) -> frozenset[str]:
         """Return the IP addresses to which the coordinator's name has resolved so far, in this process."""
-        ...
 
     async def find_peers(self, request: PeersRequest) -> PeersReply:
         """Request peers; the reply holds those that the coordinator knows."""
-        ...
 
 
 class DialBack(Protocol):
@@ -57,11 +51,9 @@ class DialBack(Protocol):
 
         Sends one small request, follows no redirect, and takes a few seconds at most.
         """
-        ...
 
     async def close(self) -> None:
         """Release resources. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +77,6 @@ class UploadLinks(Protocol):
 
     def readings(self) -> Sequence[LinkReading]:
         """Return a reading of each open connection that has measured a round trip."""
-        ...
 
     def limit(self, link: int, bytes_per_s: float) -> None:
         """Send at most this fast on a connection, without bursts; 0 lifts the limit. One that is closed is left alone."""
-        ...

@@ -21,19 +21,15 @@ class Teacher(Protocol):
         Idempotent. Raises Unreachable if the caller may retry, TeacherRefusal if a part of the sequences may be
         scored, LocalError if a retry would not help.
         """
-        ...
 
     async def top_logprobs(self, sequences: Sequence[tuple[int, ...]], count: int) -> list[TopLogprobs]:
         """Return the `count` likeliest tokens, at temperature 1, at every token of each sequence except its first.
 
         -1: the whole vocabulary. Otherwise as `logprobs`.
         """
-        ...
 
     async def sequence_tokens_max(self) -> int | None:
         """Return the length of the longest sequence that it scores; None if it does not say. Raises as `logprobs`."""
-        ...
 
     async def close(self) -> None:
         """Release resources. Idempotent."""
-        ...

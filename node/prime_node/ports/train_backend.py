@@ -146,15 +146,12 @@ class Loss(Protocol):
     @property
     def needs(self) -> frozenset[LossNeed]:
         """Return what the loss asks for besides the samples' own values."""
-        ...
 
     def __call__(self, inputs: Any) -> Any:
         """Map algo.losses.LossInputs to algo.losses.LossSum: a scalar, and [2] (sum, number of tokens) of each metric."""
-        ...
 
     def denominator(self, *, num_tokens: int, num_sequences: int) -> float:
         """Return the divisor for the whole batch, from its trainable tokens and its sequences with at least one."""
-        ...
 
     def choose(
         self, advantages: Sequence[float], logprobs: Sequence[float], log_ratios: Sequence[float], *, seed: int
@@ -163,12 +160,10 @@ class Loss(Protocol):
 
         The values are of all trainable tokens of mode rl of an optimizer step: advantage, log pi, log(pi / pi_prox).
         """
-        ...
 
     @property
     def normalizes_weights(self) -> bool:
         """Return whether samples of mode rl need `TrainSample.weight_mean`."""
-        ...
 
     def mean_weight(
         self,
@@ -178,7 +173,6 @@ class Loss(Protocol):
         lengths: Sequence[int],
     ) -> float:
         """Return it, from log pi_prox and log mu of an optimizer step; the mask is True on trainable tokens of mode rl."""
-        ...
 
 
 class PolicyCopy(Protocol):
@@ -191,11 +185,9 @@ class PolicyCopy(Protocol):
     @property
     def raw_bytes(self) -> int:
         """Return the bytes of all tensors."""
-        ...
 
     def tensors(self) -> tuple[TensorEntry, ...]:
         """Return the manifest's entries for the tensors."""
-        ...
 
     def encode(
         self, base: tuple[BasePolicy, Any] | None, *, keep: Callable[[PartEntry, bytearray], object]
@@ -205,11 +197,9 @@ class PolicyCopy(Protocol):
         Works as prime_protocol.checkpoint.encode_parts. `keep` gets each part in order. Returns the manifest's
         encoding, and the index.
         """
-        ...
 
     def drop(self) -> None:
         """Release the copy. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,18 +229,15 @@ class TrainBackend(Protocol):
     @property
     def sequence_tokens_max(self) -> int:
         """Tokens of the longest sequence that the model can compute."""
-        ...
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
         """Discard the optimizer's state and start with a fresh one: a new phase of training."""
-        ...
 
     def pack(self, samples: Sequence[TrainSample]) -> PackedBatch:
         """Divide and pack samples ahead of their step, from any thread: it touches no weights.
 
         Raises LocalError if a sample is too long.
         """
-        ...
 
     def train_step(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
         """Run forward, backward and one optimizer step on all samples, normalized as the loss says.
@@ -258,61 +245,50 @@ class TrainBackend(Protocol):
         Without trainable tokens nothing changes. Raises TrainingDiverged if the gradient is not finite, before any
         weight has changed.
         """
-        ...
 
     def logprobs(self, samples: Sequence[TrainSample], of: KeptPolicy | None = None) -> list[list[float]]:
         """Return the logprobs (nats) of every completion token of every sample, as `train_step` computes them.
 
         `of`: a kept policy; the current weights stay. Raises LocalError if it was not kept.
         """
-        ...
 
     def top_logprobs(
         self, samples: Sequence[TrainSample], count: int, of: KeptPolicy | None = None
     ) -> Sequence[TopLogprobs]:
         """Return the `count` likeliest tokens at every completion token of every sample; -1: the whole vocabulary."""
-        ...
 
     def score_norms(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
         """Return 1 - 2 pi + the sum of pi^2 over the vocabulary for every completion token of every sample."""
-        ...
 
     def keep_policy(self, which: KeptPolicy) -> None:
         """Keep the current policy, replacing the one kept before. Checkpoints contain the reference policy."""
-        ...
 
     def snapshot(self) -> Weights:
         """Return a whole copy of the weights as published (bf16 by default), for an evaluation on this machine.
 
         With several ranks only the first one gets it; the others get an empty result.
         """
-        ...
 
     def copy(self) -> PolicyCopy:
         """Return a copy for the publisher, in place: each rank copies only its shard before this returns."""
-        ...
 
     def copy_of(self, weights: Weights) -> PolicyCopy:
         """Return an older policy's copy, of the same tensors, as if `copy` had been called then.
 
         Each rank gets its rows once.
         """
-        ...
 
     def begin_critic(self) -> None:
         """Give the critic the policy's present weights and a new optimizer. Without a critic nothing happens."""
-        ...
 
     def values(self, samples: Sequence[TrainSample]) -> Sequence[Sequence[float]]:
         """Return the critic's value of the state before every completion token of every sample."""
-        ...
 
     def train_critic(self, samples: Sequence[TrainSample], *, lr: float) -> CriticStats:
         """Run one optimizer step of the critic towards the samples' returns.
 
         Raises TrainingDiverged if the gradient is not finite, before any weight has changed.
         """
-        ...
 
     def save(self, folder: Path) -> Callable[[], None]:
         """Return a function that writes model, optimizer and RNG, as they are now, durably into the empty folder.
@@ -320,27 +296,22 @@ class TrainBackend(Protocol):
         The function may run once in another thread, concurrently with later steps but not with another `save`'s
         function. The caller completes the checkpoint by renaming the folder. Both raise LocalError or OSError.
         """
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore bit-exactly the state at `save`, the optimizer's settings included."""
-        ...
 
     @property
     def numerics(self) -> str:
         """Return the name of the arithmetic: the same name computes the same bits."""
-        ...
 
     def commit(self, path: Path) -> CommittedTensors:
         """Write all that the next step depends on to a file of raw tensors, in order of their names, and hash its parts.
 
         Nothing changes. Raises LocalError if an optimizer's state is not made of tensors.
         """
-        ...
 
     def restore(self, path: Path, tensors: Sequence[TrainingTensor]) -> None:
         """Restore bit-exactly the state of a file from `commit`; `new_optimizer` was called before. Raises LocalError."""
-        ...
 
 
 class TrainingDiverged(LocalError):

@@ -204,19 +204,15 @@ class WebServer(Protocol):
         With `bound`, a socket that is bound already, the server listens on that one instead. `may_send` is called before
         any byte is sent, errors included; the connection is cut if it returns False.
         """
-        ...
 
     def overload(self, path: str, sender: Callable[[], Sender | None]) -> RemoteError | None:
         """Return the error for a request that came another way and is refused for load; None for one that is answered."""
-        ...
 
     def cut_waiting(self, within_s: float) -> None:
         """Cut the connections of requests without an answer, each at a random time within `within_s`."""
-        ...
 
     async def stop(self, *, grace_s: float) -> None:
         """Accept no new request, let those in progress finish for `grace_s`, then cut them."""
-        ...
 
 
 def parse_range(text: str, size: int) -> tuple[int, int]:

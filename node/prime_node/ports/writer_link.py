@@ -73,11 +73,9 @@ class WriterLink(Protocol):
 
     async def ask(self, call: ForwardedCall) -> ForwardedAnswer:
         """Forward a request. Raises RemoteError: UNAVAILABLE while there is no writer, and what the writer raises."""
-        ...
 
     async def keep(self) -> None:
         """Keep the link open, to the first of its addresses at which a writer answers. Runs until it is cancelled."""
-        ...
 
 
 class GatewayListener(Protocol):
@@ -97,11 +95,9 @@ class GatewayListener(Protocol):
 
         Raises LocalError.
         """
-        ...
 
     async def stop(self) -> None:
         """End all links."""
-        ...
 
 
 Addresses = Sequence[tuple[str, int]]

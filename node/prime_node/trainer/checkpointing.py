@@ -74,10 +74,7 @@ class Checkpoints:
         return partial
 
     def finish(self, state: TrainerState, write: Callable[[], None], *, head: int) -> None:
-        """Complete a checkpoint, durably.
-
-        `write` fills the folder. Raises LocalError; the older checkpoints stay complete.
-        """
+        """Complete a checkpoint, durably. `write` fills the folder. Raises LocalError; the older checkpoints stay complete."""
         target = self._folder / _name_of(state)
         partial = target.with_suffix(_PARTIAL)
         with self._cleaning(partial):

@@ -156,10 +156,7 @@ class Evaluator:
         return [mark.reward_mean if mark.num_completions else None for mark in marks]
 
     async def stopping_accuracy(self, weights: Weights, sft_step: int) -> float:
-        """Return the sampled accuracy on the stopping rule's problems.
-
-        Raises LocalError if none of them can be marked.
-        """
+        """Return the sampled accuracy on the stopping rule's problems. Raises LocalError if none of them can be marked."""
         return await self._accuracy(self._questions.stopping, weights, sft_step)
 
     async def sampled_accuracy(self, weights: Weights, policy_version: int) -> float:

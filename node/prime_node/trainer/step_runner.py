@@ -29,10 +29,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class StepRunner:
-    """What computes steps.
-
-    All calls of the backend go through `in_thread`, so the event loop stays free.
-    """
+    """What computes steps. All calls of the backend go through `in_thread`, so the event loop stays free."""
 
     run: PinnedRun
     config: TrainerConfig

@@ -72,10 +72,7 @@ class Trainer(StepRunner):
         return await self.feed.take(self.state.step, part, durable_step=durable_step, train_seconds=self.train_seconds)
 
     async def save(self) -> None:
-        """Save the state, durably.
-
-        Once per state; saving again does nothing. Raises LocalError, also for an earlier save.
-        """
+        """Save the state, durably. Once per state; saving again does nothing. Raises LocalError, also for an earlier save."""
         await self._begin_save()
         await self.saved()
 

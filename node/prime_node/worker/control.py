@@ -72,19 +72,15 @@ class Surroundings(Protocol):
 
     def on_battery(self) -> bool:
         """Return whether the machine runs on battery power."""
-        ...
 
     def is_busy(self) -> bool:
         """Return whether other programs have used the processor within the last minute."""
-        ...
 
     def is_gpu_busy(self) -> bool:
         """Return whether other programs have used the GPU within the last minute."""
-        ...
 
     def is_in_use(self) -> bool:
         """Return whether a person uses the machine's keyboard and mouse."""
-        ...
 
 
 class NoSurroundings:

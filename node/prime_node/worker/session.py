@@ -118,10 +118,7 @@ class Session:
             await self._clock.sleep(self.run.spec.heartbeat_seconds)
 
     async def ask(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the answer, however long it takes.
-
-        Raises KeyBanned, and RemoteError if the same request cannot succeed.
-        """
+        """Return the answer, however long it takes. Raises KeyBanned, and RemoteError if the same request cannot succeed."""
         backoff = Backoff(self._rng)
         while True:
             try:

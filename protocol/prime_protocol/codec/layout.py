@@ -141,10 +141,7 @@ def mode_of(data: bytes | memoryview) -> Mode:
 
 
 def bit_patterns(array: Array, element: ElementType) -> Array:
-    """View a flat array as its unsigned little-endian bit patterns, without a copy.
-
-    Raises ValueError for any other array.
-    """
+    """View a flat array as its unsigned little-endian bit patterns, without a copy. Raises ValueError for any other array."""
     if array.ndim != 1 or not array.flags.c_contiguous or array.itemsize != element.itemsize:
         raise ValueError(
             f"{array.ndim} dimensions of {array.dtype}, not a flat, contiguous tensor of {element.itemsize}-byte elements"

@@ -141,7 +141,6 @@ class OutputHead(Protocol):
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Return the logits [N, V] of hidden states, as float32."""
-        ...
 
 
 def judge_tokens(

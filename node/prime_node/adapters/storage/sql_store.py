@@ -53,38 +53,30 @@ class Database(Protocol):
 
     async def check(self) -> None:
         """Check what only the database itself knows, such as its indexes. Raises LocalError."""
-        ...
 
     async def fetch(self, query: str, *values: Any) -> Sequence[Row]:
         """Return the rows of a query."""
-        ...
 
     async def append(self, batch: Batch) -> None:
         """Write a batch in one durable transaction. Raises StoreConflict; then nothing is written."""
-        ...
 
     async def save_snapshot(self, snapshot: Row, archived: Row | None, kept_from: int) -> None:
         """Replace the snapshot, and delete the events before its number, in one transaction.
 
         Add a row to the journal, if there is one, and delete those of chapters before `kept_from`.
         """
-        ...
 
     async def set_closed(self, reason: str) -> None:
         """Set why no coordinator may use the store; empty if one may."""
-        ...
 
     async def clear(self) -> None:
         """Delete all rows of the tables."""
-        ...
 
     async def insert(self, table: str, rows: Sequence[Row]) -> None:
         """Insert rows into a table."""
-        ...
 
     async def close(self) -> None:
         """Close the connections."""
-        ...
 
 
 async def info_of(database: Database) -> StoreInfo:

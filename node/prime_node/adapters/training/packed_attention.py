@@ -26,7 +26,6 @@ class Layout(Protocol):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float) -> Tensor:
         """Attend from [1, H, T, D] to keys and values with their own number of heads; return [1, T, H, D]."""
-        ...
 
 
 def packed_attention(

@@ -49,7 +49,6 @@ class TakesParts(Protocol):
 
     def feed_part(self, index: int, data: bytes | memoryview) -> None:
         """Decode one part. Called from several threads, never twice for a part. Raises RemoteError."""
-        ...
 
 
 class CheckFailed(Exception):

@@ -61,11 +61,9 @@ class Attachment(Protocol):
 
     def blobs(self) -> Iterator[Callable[[], bytes]]:
         """Yield a function for each blob, which reads it."""
-        ...
 
     def drop(self) -> None:
         """Release what holds them. Idempotent."""
-        ...
 
 
 log = logging.getLogger(__name__)

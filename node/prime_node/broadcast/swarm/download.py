@@ -55,15 +55,12 @@ class DownloadPlan(Protocol):
 
     def share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
         """Return the part that this machine requests first, of an encoding with this many pieces."""
-        ...
 
     def parents(self, sent_bytes: int) -> frozenset[str] | None:
         """Return the peers to ask exclusively at first for this many bytes: our parents in the tree. None: all peers."""
-        ...
 
     async def prepare(self) -> None:
         """Prepare the links to peers for requests that come soon."""
-        ...
 
 
 class NoPeers:

@@ -222,10 +222,7 @@ class Picker:
         return piece
 
     def arrived(self, name: str, piece: int, now_s: float) -> tuple[str, ...]:
-        """Record a verified piece.
-
-        Return the other sources that were asked for it: those requests can be cancelled.
-        """
+        """Record a verified piece. Return the other sources that were asked for it: those requests can be cancelled."""
         source = self._sources[name]
         if source.is_snubbed:
             self._judge(source, is_snubbed=False, is_slow=source.is_slow)

@@ -62,11 +62,9 @@ class PeerEvents(Protocol):
 
     def gave(self, named: NamedSource, num_bytes: int) -> None:
         """Record verified bytes."""
-        ...
 
     def lied(self, named: NamedSource, error: RemoteError) -> None:
         """Record wrong bytes."""
-        ...
 
 
 @dataclass

@@ -365,8 +365,5 @@ def _tell(found: Contradiction) -> None:
 
 
 def coarse(value: float) -> float:
-    """Round to one significant digit.
-
-    The metrics are public: their sum must not show a worker how its last bundle measured.
-    """
+    """Round to one significant digit. The metrics are public: their sum must not show a worker how its last bundle measured."""
     return float(f"{value:.0e}")
