@@ -11,8 +11,7 @@ from typing import Any
 
 import typer
 
-from prime_node.cli.config import all_settings
-from prime_node.cli.config_text import settings_toml
+from prime_node.cli.config import all_settings, settings_toml
 from prime_node.cli.main import GROUPS, SUMMARIES, Commands
 from prime_node.cli.man import EXIT_CODES
 from prime_node.cli.missing_extra import COMMAND_EXTRAS

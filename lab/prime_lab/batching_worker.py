@@ -14,8 +14,8 @@ from typing import Protocol
 from prime_lab.scenario import Scenario
 from prime_lab.virtual_time import Bell, Process, VirtualTime
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.cancelling import cancelled_leases
 from prime_node.coordinator.state.records import LeaseRecord, State
+from prime_node.coordinator.state.scheduler import cancelled_leases
 from prime_node.worker.pace import GenerationPace
 
 

@@ -219,7 +219,7 @@ class CheckResultRequest(WireModel):
     """Pairs of an accepted bundle: a slot, and a window of one of its completions that does not occur twice by chance
     (copies.py)."""
     logprobs: Digest | None = Field(default=None, exclude_if=_is_default)
-    """Parcel of the validator's own logprobs, sent before (judged_logprobs.py)."""
+    """Parcel of the validator's own logprobs, sent before (parcel.py)."""
 
     @model_validator(mode="after")
     def _rewards_go_with_acceptance(self) -> Self:

@@ -26,8 +26,8 @@ from prime_protocol.codec import decode_chunk, encode_tensor
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.identity import PublicKey
-from prime_protocol.judged_logprobs import LogprobsHeader, open_logprobs, pack_logprobs
 from prime_protocol.manifest import PartEntry
+from prime_protocol.parcel import LogprobsHeader, open_logprobs, pack_logprobs
 from prime_protocol.run_spec import JoinLink
 from prime_protocol.training_state import TrainingState, TrainingTensor, open_training_state
 from prime_protocol.weights import WeightTensor
@@ -149,10 +149,8 @@ def _bundles() -> list[Parser]:
         open_logprobs(data, run=RUN.digest, keys=RUN.keys, bytes_max=1_000)
 
     return [
-        Parser(
-            "logprobs", unpack, [logprobs.tobytes()], ("judged_logprobs.open_logprobs",), again=lambda same: bytes(same)
-        ),
-        Parser("logprobs_parcel", whole_logprobs, [whole], ("judged_logprobs.open_logprobs",)),
+        Parser("logprobs", unpack, [logprobs.tobytes()], ("parcel.open_logprobs",), again=lambda same: bytes(same)),
+        Parser("logprobs_parcel", whole_logprobs, [whole], ("parcel.open_logprobs",)),
         Parser(
             "tensor_file",
             lambda data: tensor_file.unpack_tensors(data, layout),

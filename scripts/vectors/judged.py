@@ -7,8 +7,7 @@ import numpy as np
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType
 from prime_protocol.errors import ErrorCode
-from prime_protocol.judged_logprobs import LogprobsHeader, open_logprobs, pack_logprobs
-from prime_protocol.parcel import pack_parcel
+from prime_protocol.parcel import LogprobsHeader, open_logprobs, pack_logprobs, pack_parcel
 from prime_protocol.run_spec import open_run_spec
 from vectors.folder import VALIDATOR, WORKER, Case, Folder, fields, flipped
 

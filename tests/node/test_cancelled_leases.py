@@ -21,10 +21,9 @@ from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.tiny_model import initial_weights
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import snapshot
-from prime_node.coordinator.state.cancelling import cancelled_leases, is_outdated, is_useless
 from prime_node.coordinator.state.records import LeaseEnd, State
 from prime_node.coordinator.state.rules import SchedulerRules
-from prime_node.coordinator.state.scheduler import NothingToLease
+from prime_node.coordinator.state.scheduler import NothingToLease, cancelled_leases, is_outdated, is_useless
 from prime_node.coordinator.state.tick import tick
 from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.loop import run_worker

@@ -13,8 +13,7 @@ from tests.cases_world import check_each
 from tests.node.operator_world import make_run_folder
 from typer.testing import CliRunner
 
-from prime_node.cli.config import all_settings
-from prime_node.cli.config_text import settings_toml
+from prime_node.cli.config import all_settings, settings_toml
 from prime_node.cli.main import app
 from prime_node.cli.options import SECTIONS, Options
 from prime_node.config import Settings, check_sections, parse_overrides, read_toml

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.node.scheduler_world import RULES, Run
 
-from prime_node.coordinator.state import blockers, cancelling, invariants, records, scheduler, snapshot
+from prime_node.coordinator.state import blockers, invariants, records, scheduler, snapshot
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.batches import forgettable_step, next_step, stale_slots
 from prime_node.coordinator.state.curriculum import Pool, Rating
@@ -187,10 +187,10 @@ class AnyRun(RuleBasedStateMachine):
     @rule(data=st.data(), finished=st.booleans())
     def cancel(self, data: st.DataObject, finished: bool) -> None:
         """A useless lease is given back at no cost; if it is finished, its groups are dropped."""
-        if useless := [lease for lease in self.state.leases.values() if cancelling.is_useless(self.state, lease)]:
+        if useless := [lease for lease in self.state.leases.values() if scheduler.is_useless(self.state, lease)]:
             lease = data.draw(st.sampled_from(useless))
             worker = self.state.workers[lease.worker]
-            assert cancelling.cancelled_leases(self.state, lease.worker, worker.leases).count(lease.lease_id) == 1
+            assert scheduler.cancelled_leases(self.state, lease.worker, worker.leases).count(lease.lease_id) == 1
             if finished:
                 self.note(self.run_.accept(self.run_.upload(lease)))
                 filled = self.state.steps[lease.step].accepted
@@ -204,7 +204,7 @@ class AnyRun(RuleBasedStateMachine):
             before = (worker.wasted, worker.abandoned, worker.audit_score, worker.pause_until_ms)
             self.run_.do(ev.LeaseReturned(lease.lease_id, cancelled=True))
             assert (worker.wasted, worker.abandoned, worker.audit_score, worker.pause_until_ms) == before
-            assert not cancelling.is_outdated(self.state, self.state.head), "nothing could be leased"
+            assert not scheduler.is_outdated(self.state, self.state.head), "nothing could be leased"
 
     @rule(ms=st.integers(0, 1_500))
     def let_time_pass(self, ms: int) -> None:

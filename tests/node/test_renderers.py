@@ -10,7 +10,7 @@ from tests.node.renderer_world import deepseek_call, deepseek_model, sampled
 from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.adapters.models.processor_limit import TooCostly
+from prime_node.adapters.models.package_renderer import TooCostly
 from prime_node.adapters.models.template_renderer import TemplateRenderer
 from prime_node.algo.trajectories import interleave
 from prime_protocol.turns import Turn

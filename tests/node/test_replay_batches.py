@@ -15,10 +15,9 @@ from tests.time_world import VirtualClock
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.envs.prompts import prompt_of
 from prime_node.ports.train_samples import Group
-from prime_node.replay.checks import BatchChecks, check_batches
+from prime_node.replay.checks import BatchChecks, check_batches, reward_faults
 from prime_node.replay.finding import ReplayOutcome, ReplayReport, Unfaithful
 from prime_node.replay.material import Material
-from prime_node.replay.rewards import reward_faults
 from prime_node.training_data.feed import Feed
 from prime_protocol.envelope import PayloadType, parse_json, seal
 from prime_protocol.replies import TrainBatch

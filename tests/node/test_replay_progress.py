@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.node.replay_world import replayable_run, replayed, trained
 from tests.time_world import VirtualClock
 
-from prime_node.cli.replay_progress import LINE_S, show_progress
+from prime_node.cli.replay import LINE_S, show_progress
 from prime_node.replay.progress import ReplayProgress
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.node.coordinator_world import ANNA, BEN, make_run, memory_parts, running
 
-from prime_node.coordinator.availability import POLICIES_MAX, TimesToAvailable
+from prime_node.coordinator.measure.observer import POLICIES_MAX, TimesToAvailable
 from prime_protocol.requests import HeartbeatRequest, WorkerState
 
 

@@ -9,8 +9,8 @@ from tests.oracles.facts import Cancelling, Facts, Rule
 
 from prime_node.coordinator.state import batches
 from prime_node.coordinator.state import events as ev
-from prime_node.coordinator.state.cancelling import cancelled_leases
 from prime_node.coordinator.state.records import LeaseRecord
+from prime_node.coordinator.state.scheduler import cancelled_leases
 from prime_protocol.verdict import RejectReason
 
 

@@ -37,10 +37,9 @@ from prime_protocol.envelope import (
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.identity import PublicKey, SigningKey
 from prime_protocol.invite import open_invite
-from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.ledger import LedgerChain, open_ledger_head
 from prime_protocol.manifest import CheckpointKind, Encoding, PartEntry, TensorEntry, open_manifest
-from prime_protocol.parcel import open_parcel
+from prime_protocol.parcel import open_logprobs, open_parcel
 from prime_protocol.peers import check_authorization, open_peer_list
 from prime_protocol.pieces import cut_pieces
 from prime_protocol.requests import BlobHeader

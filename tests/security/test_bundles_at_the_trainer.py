@@ -36,9 +36,8 @@ from prime_protocol.assignment import GroupAssignment, Lease, Problem
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json, seal
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.judged_logprobs import pack_logprobs
 from prime_protocol.limits import REWARD_MAX
-from prime_protocol.parcel import pack_parcel
+from prime_protocol.parcel import pack_logprobs, pack_parcel
 from prime_protocol.replies import BatchGroup, NotYet, TrainBatch
 from prime_protocol.requests import BatchRequest, CheckResultRequest
 from prime_protocol.rollout import Completion, FinishReason, Rollouts, pack_body, rollouts_for

@@ -21,7 +21,7 @@ from tests.node.coordinator_world import (
     running,
 )
 
-from prime_node.coordinator.availability import OUTLIER_FACTOR, TimesToAvailable
+from prime_node.coordinator.measure.observer import OUTLIER_FACTOR, TimesToAvailable
 from prime_node.worker.pace import GenerationPace
 from prime_protocol import limits
 from prime_protocol.body_claim import BodyClaim

@@ -32,8 +32,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
-from prime_protocol.judged_logprobs import open_logprobs, pack_logprobs
-from prime_protocol.parcel import pack_parcel
+from prime_protocol.parcel import open_logprobs, pack_logprobs, pack_parcel
 from prime_protocol.replies import CheckTask
 from prime_protocol.requests import CheckResultRequest
 from prime_protocol.rollout import Completion, FinishReason, pack_body, rollouts_for

@@ -25,7 +25,7 @@ from prime_protocol.check_policy import CheckPolicy
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.evidence import BundleEvidence
 from prime_protocol.identity import SigningKey
-from prime_protocol.judged_logprobs import pack_logprobs
+from prime_protocol.parcel import pack_logprobs
 from prime_protocol.replies import CheckTask, NotYet
 from prime_protocol.requests import CheckRequest, CheckResultRequest
 from prime_protocol.verdict import RejectReason, Verdict

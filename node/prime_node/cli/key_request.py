@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from prime_node.broadcast.audit.audit_report import date_of
 from prime_node.broadcast.follow.pinned import fetch_key_rings
-from prime_node.cli.hand_over import hand_over, send_to
+from prime_node.cli.operator import hand_over, send_to
 from prime_node.cli.place import is_url
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.target import answering, expected_run, open_source

@@ -12,8 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from prime_node.broadcast.follow.pinned import fetch_amendments, fetch_key_rings
-from prime_node.cli.hand_over import hand_over
-from prime_node.cli.operator import Operator
+from prime_node.cli.operator import Operator, hand_over
 from prime_node.cli.options import command_group
 from prime_node.cli.run_calibration import require_covers
 from prime_node.cli.run_dir import RunDir

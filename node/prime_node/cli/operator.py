@@ -1,23 +1,36 @@
-"""The operator of a run: signs their orders and invitations with a key of the run's folder. Commands and page use it."""
+"""The operator of a run: signs their orders and invitations with a key of the run's folder. Commands and page use it.
+
+A signed document, such as a key ring, is handed to a run's coordinator, which may be stopped.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.run_status import named_keys
 from prime_node.cli.target import answering
+from prime_node.files import write_durably
+from prime_node.folder_lock import FolderInUse, FolderLock
+from prime_node.inside import place
 from prime_node.keyfile import load_key
-from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.invite import Invite
 from prime_protocol.requests import AdminRequest
 from prime_protocol.run_spec import JoinLink, PinnedRun
+
+if TYPE_CHECKING:
+    from prime_node.cli.wire import HttpClient
+
+    Send = Callable[[HttpClient], Awaitable[None]]
+
 
 DAY_MS = 86_400_000
 ENDING_MIN = 6
@@ -80,3 +93,36 @@ def _key(run_dir: RunDir) -> SigningKey:
     raise LocalError(
         f"{run_dir.path} holds neither keys/coordinator.key nor keys/root.key: run this where one of them is"
     )
+
+
+async def hand_over(
+    run_dir: RunDir, name: str, envelope: Envelope, send: Send, check: Callable[[], Awaitable[None]] | None = None
+) -> bool:
+    """Send a document to the run's coordinator, or store it under its name as the coordinator would. Return whether one runs.
+
+    `check` is made before it is stored. Raises RemoteError if it is refused, LocalError.
+    """
+    try:
+        lock = FolderLock(run_dir.coordinator)
+    except FolderInUse:
+        await send_to(str(run_dir.join_link()), send)
+        return True
+    path = place(run_dir.public, name)
+    with lock:
+        if check is not None:
+            await check()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, envelope.to_bytes())
+        except OSError as error:
+            raise LocalError(f"{path}: {error.strerror}") from None
+    return False
+
+
+async def send_to(url: str, send: Send) -> None:
+    """Send a document to the coordinator at an address. Raises RemoteError if it is refused, LocalError."""
+    from prime_node.cli import wire
+
+    with answering(url):
+        async with wire.public_source(url) as client:
+            await send(client)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import sys
@@ -13,17 +14,19 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from prime_node.cli.lifetime import INTERRUPTED
 from prime_node.cli.options import AsJson, ConfigFile, ExpectedRun, Options, Set, StopWithParent, TrustedCode
 from prime_node.cli.ranks import OutcomeFile, launch_ranks, run_as_rank
-from prime_node.cli.replay_progress import show_progress
 from prime_node.cli.replay_target import ReplayOptions, replay_target
 from prime_node.cli.say import say
+from prime_node.ports.clock import Clock
 
 if TYPE_CHECKING:
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.replay.finding import StepFinding
+    from prime_node.replay.progress import ReplayProgress
 
 
 def replay(
@@ -199,3 +202,22 @@ def _other_ranks(committed: str, here: str) -> str:
     if found is None or theirs != ours or committed == here:
         return ""
     return f"the trainer computed on {found[1]} ranks: repeat with --nproc {found[1]}"
+
+
+LINE_S, LOOK_S = 30.0, 0.5
+"""Seconds between two lines, and between two looks."""
+
+
+async def show_progress(progress: ReplayProgress, console: Console, clock: Clock) -> None:
+    """Show where a re-execution is, until cancelled."""
+    status = console.status("") if console.is_terminal else None
+    said_s = clock.monotonic_s()
+    with status or contextlib.nullcontext():
+        while True:
+            await clock.sleep(LOOK_S)
+            text, now_s = progress.text, clock.monotonic_s()
+            if status is not None:
+                status.update(Text(text))
+            elif text and now_s >= said_s + LINE_S:
+                say(f"now  {text}", console=console)
+                said_s = now_s

@@ -4,6 +4,10 @@ Handlers wait for notifications (waiting.py, each with a deadline) and for the j
 The ticker waits for the clock and handles everything that depends on time alone: expired leases, silent workers, overdue
 checks. If the writer or the ticker fails, the daemon ends with its error. All confirmed events are in the store, and a restart
 continues from there.
+
+The libp2p host is a bootstrap peer, and a relay for peers behind NATs. It starts after the web server and waits for nothing. No
+run depends on it: if the host ends, peers continue over HTTP, and it is opened again. The log and `prime_p2p_host_faults`
+report the fault.
 """
 
 from __future__ import annotations
@@ -12,14 +16,17 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
+from prime_node.broadcast.swarm.network_peer import serve_routes
+from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.coordinator.api.callers import caller_bounds_of
 from prime_node.coordinator.api.forwarded import ForwardedCalls
 from prime_node.coordinator.api.requests import claimed_sender
 from prime_node.coordinator.api.routes import ENDPOINTS, serve_endpoints
 from prime_node.coordinator.api.statements import require_own_key
 from prime_node.coordinator.assembly import Coordinator, Parts, open_coordinator
-from prime_node.coordinator.peering import PeerHost
+from prime_node.coordinator.metrics import HOST_FAULTS, HOST_METRICS
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, ActiveWorkers
 from prime_node.coordinator.scrubbing import scrub_blobs
 from prime_node.coordinator.standby import Succession
@@ -28,7 +35,11 @@ from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.scheduler import expired_leases
 from prime_node.patience import first_of, in_a_hurry
 from prime_node.ports.blobs import Blobs
-from prime_node.ports.web import CallerBounds, Importance, Sender
+from prime_node.ports.clock import Clock
+from prime_node.ports.metrics import Metrics
+from prime_node.ports.peer_network import PeerNetwork
+from prime_node.ports.transport import Unreachable
+from prime_node.ports.web import CallerBounds, Importance, Route, Sender
 
 log = logging.getLogger(__name__)
 
@@ -203,3 +214,41 @@ async def _empty(trash: asyncio.Queue[Sequence[str]], bundles: Blobs) -> None:
                 await bundles.delete(bundle)
             except OSError as error:
                 log.warning("bundle %s stays until the next start: %s", bundle[:12], error)
+
+
+SHOWN = (
+    *("/v1/run", "/v1/head", "/v1/manifests/{policy_version}", "/v1/keys/{version}"),
+    *("/v1/calibrations/{version}", "/v1/timestamp"),
+)
+"""Endpoints of the host: documents, no bytes of checkpoints."""
+
+
+@dataclass(slots=True)
+class PeerHost:
+    """The coordinator's own libp2p host."""
+
+    network: PeerNetwork
+    clock: Clock
+    metrics: Metrics
+
+    async def open(self, routes: Sequence[Route]) -> None:
+        """Start the host. Raise LocalError if the machine cannot."""
+        serve_routes(self.network, [route for route in routes if route.path in SHOWN])
+        await self.network.start()
+        log.info("libp2p host for peers: %s", ", ".join(self.network.addresses()) or "no known address yet")
+
+    async def keep(self) -> NoReturn:
+        """Reopen the host whenever it has ended, until cancelled."""
+        self.metrics.declare(*HOST_METRICS)
+        self.metrics.set(HOST_FAULTS, 0.0)
+        swarm_tasks = SwarmTasks(
+            self.clock, on_fault=lambda num_faults: self.metrics.set(HOST_FAULTS, float(num_faults))
+        )
+
+        async def work() -> None:
+            if self.network.has_ended():
+                await self.network.start()
+            await self.network.ended()
+            raise Unreachable("the libp2p host has ended")
+
+        await swarm_tasks.keep("the coordinator's libp2p host", work)

@@ -33,10 +33,9 @@ from prime_node.training_data.staleness import masked, versions_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.judged_logprobs import open_logprobs
 from prime_protocol.key_ring import Role
 from prime_protocol.limits import REWARD_MAX
-from prime_protocol.parcel import open_parcel
+from prime_protocol.parcel import open_logprobs, open_parcel
 from prime_protocol.replies import BatchGroup, TrainBatch
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun, RunSpec

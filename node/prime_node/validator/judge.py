@@ -2,7 +2,7 @@
 
 The order: framing and signature, body, assignment, a forward pass of exactly the lease's policy, logprobs and seeds,
 prompts, rendered here, rewards, computed here from the tokens, copies within the bundle. The first failing check decides.
-prime_protocol/verify.py numbers the checks of the content.
+prime_protocol/verify.py numbers the checks of the content. Prompts are rendered by the rule of the coordinator (envs/prompts.py).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_node.envs.episodes import CutShort, WrongContext
+from prime_node.envs.prompts import is_leasable, prompt_of
 from prime_node.ports.engine import Scorer, ScoreRequest, require_finite
-from prime_node.ports.environment import Environment, Tokenizer, graded_together
+from prime_node.ports.environment import Environment, EnvironmentGone, EnvironmentSilent, Tokenizer, graded_together
 from prime_node.training_data.staleness import versions_of
-from prime_node.validator.prompts import lease_fault
 from prime_node.validator.references import ReferenceComparison, References
 from prime_node.validator.scoring import Scored, score_references, score_rollouts
 from prime_node.validator.spans import policies_of, prefill_spans, spans_of
-from prime_protocol.assignment import Lease
+from prime_protocol.assignment import GroupAssignment, Lease
 from prime_protocol.calibration import evidence_of
 from prime_protocol.close_flips import CLOSE_FLIPS, close_flip_sums, contexts_of
 from prime_protocol.copies import fingerprints, is_repetitive
@@ -33,7 +33,7 @@ from prime_protocol.envelope import PayloadType, parse_json
 from prime_protocol.errors import RemoteError
 from prime_protocol.evidence import BundleEvidence, ComparedRewards
 from prime_protocol.excess_flips import EXCESS_FLIPS, flip_sums
-from prime_protocol.limits import COMPARED_REWARDS_MAX
+from prime_protocol.limits import COMPARED_REWARDS_MAX, Limits
 from prime_protocol.parcel import open_parcel
 from prime_protocol.reward_ranks import rank_sums
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
@@ -55,6 +55,59 @@ from prime_protocol.verify import (
 from prime_protocol.weights import Weights
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseFault:
+    """Reason why the bundle of a lease is unverifiable. It is no fault of the worker."""
+
+    detail: str
+    unscored: tuple[int, ...] = ()
+    """Indices of the rollouts whose problem the environment failed to render; the coordinator draws other problems then."""
+
+
+async def lease_fault(
+    lease: Lease, environments: Mapping[str, Environment], tokenizer: Tokenizer, limits: Limits
+) -> LeaseFault | None:
+    """Return why a lease's prompts are not those of its problems, or None. It renders each problem, in a thread."""
+    failed: list[int] = []
+    detail, first = "", 0
+    for group in lease.groups:
+        environment = environments.get(group.problem.environment)
+        if environment is None:
+            return _logged(LeaseFault(f"slot {group.slot}: the run has no environment {group.problem.environment}"))
+        try:
+            prompt = await asyncio.to_thread(prompt_of, environment, group.problem.index, tokenizer)
+        except Exception as error:  # third-party code: whatever it raises, the validator continues
+            log.warning("%s: rendering failed", _named(group), exc_info=True)
+            detail = f"{_named(group)}: no prompt: {type(error).__name__}"
+            failed += range(first, first + len(group.seeds))
+            if isinstance(error, EnvironmentGone | EnvironmentSilent):
+                break  # the next one may take as long
+        else:
+            if prompt != group.prompt_token_ids:
+                return _logged(
+                    LeaseFault(
+                        f"{_named(group)}: the coordinator leased another prompt than this validator renders; "
+                        "compare their model files and versions of the environment"
+                    )
+                )
+            if not is_leasable(prompt, limits):
+                return _logged(
+                    LeaseFault(f"{_named(group)}: its prompt has {len(prompt)} tokens, which the run forbids")
+                )
+        first += len(group.seeds)
+    return LeaseFault(detail, tuple(failed)) if failed else None
+
+
+def _named(group: GroupAssignment) -> str:
+    return f"slot {group.slot}, environment {group.problem.environment}, problem {group.problem.index}"
+
+
+def _logged(fault: LeaseFault) -> LeaseFault:
+    log.error("the coordinator's lease is wrong: %s", fault.detail)
+    return fault
+
 
 OTHER_LEASE = "the coordinator sent another lease to this validator than the one that the bundle's header names"
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import renderers
@@ -13,8 +17,34 @@ from renderers.base import MODEL_RENDERER_MAP, ParsedResponse, load_tokenizer
 from renderers.configs import BaseRendererConfig, CustomRendererConfig, RendererConfig
 
 from prime_node.adapters.models.model_folder import require_plain
-from prime_node.adapters.models.processor_limit import processor_limit
 from prime_node.ports.renderer import Message, Parsed
+
+
+class TooCostly(Exception):
+    """The code took more processor time than it may."""
+
+
+@contextlib.contextmanager
+def processor_limit(seconds: float) -> Iterator[None]:
+    """Raise TooCostly once this process has computed for `seconds` within the context.
+
+    Only the main thread can be interrupted, which also holds within a search by `re`. In others there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise TooCostly(f"it took more than {seconds:g} s of the processor's time")
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
+
 
 AUTO = "auto"
 _UNMETERED = "default"

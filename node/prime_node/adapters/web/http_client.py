@@ -20,8 +20,7 @@ from prime_protocol import limits
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.judged_logprobs import pack_logprobs
-from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, open_parcel, pack_parcel
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, open_parcel, pack_logprobs, pack_parcel
 from prime_protocol.replies import (
     CheckTask,
     HeartbeatReply,

@@ -20,9 +20,8 @@ from prime_protocol.copies import share_text
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.judged_logprobs import LogprobsHeader, open_logprobs
 from prime_protocol.limits import Limits
-from prime_protocol.parcel import open_parcel
+from prime_protocol.parcel import LogprobsHeader, open_logprobs, open_parcel
 from prime_protocol.requests import BundleRequest, CheckResultRequest
 from prime_protocol.rollout import RolloutHeader, Rollouts, parse_body
 from prime_protocol.run_spec import PinnedRun, RunSpec

@@ -14,11 +14,10 @@ from prime_node.coordinator.measure.observer import Observer
 from prime_node.coordinator.presence import Presence, require_session
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.blockers import Blockers
-from prime_node.coordinator.state.cancelling import cancelled_leases, is_useless
 from prime_node.coordinator.state.effects import Topic
 from prime_node.coordinator.state.endings import leases_remembered
 from prime_node.coordinator.state.records import Claim, LeaseRecord
-from prime_node.coordinator.state.scheduler import Grant, NothingToLease, choose_slots
+from prime_node.coordinator.state.scheduler import Grant, NothingToLease, cancelled_leases, choose_slots, is_useless
 from prime_node.coordinator.waiting import Notifications
 from prime_node.ports.clock import Clock
 from prime_node.ports.web import Response

@@ -34,7 +34,7 @@ class LeaseEnd(StrEnum):
     OVERTAKEN = "overtaken"
     """Another worker's bundle for the same groups was accepted first."""
     CANCELLED = "cancelled"
-    """Returned because no batch could take its groups any more (cancelling.py). It does not count as abandoned."""
+    """Returned because no batch could take its groups any more (scheduler.py). It does not count as abandoned."""
 
 
 @dataclass(slots=True)
