@@ -1,4 +1,7 @@
-"""Verdicts on bundles, with their reasons, and the signed receipts that workers keep."""
+"""Verdicts on bundles, with their reasons, and the signed receipts that workers keep.
+
+SPEC.md, sections 9 and 21, has the rule by which a receipt contradicts the lease of its bundle. The coordinator signs both.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,13 @@ from enum import StrEnum
 from pydantic import Field, model_validator
 
 from prime_protocol import limits
-from prime_protocol.assigned import Assigned
-from prime_protocol.assignment import Count, Step, Text
+from prime_protocol.assigned import Assigned, assigned_in, digest_of_prompts
+from prime_protocol.assignment import Count, Lease, Step, Text
 from prime_protocol.digest import Digest
 from prime_protocol.envelope import WireModel
 from prime_protocol.evidence import Weighed
 from prime_protocol.identity import KeyId
+from prime_protocol.run_spec import RunSpec
 from prime_protocol.visible import printable
 
 
@@ -173,3 +177,32 @@ class Receipt(WireModel):
         if (self.status is BundleStatus.REFUSED) != (self.reason is not None):
             raise ValueError("a receipt must have a reason if and only if the bundle was rejected")
         return self
+
+
+_SAME = ("lease_id", "step", "policy_version", "num_rollouts")
+
+
+def contradiction(receipt: Receipt, lease: Lease, spec: RunSpec) -> str:
+    """Return, as text for people, what a receipt says of its bundle and the lease of that bundle does not; empty if they agree.
+
+    A receipt that is dated before its lease contradicts it too: a coordinator that dates receipts back could omit one from
+    the ledger.
+    """
+    if receipt.at_ms < lease.issued_at_ms:
+        return f"the receipt is dated {lease.issued_at_ms - receipt.at_ms:,} ms before its lease"
+    for name in _SAME:
+        said, leased = getattr(receipt, name), getattr(lease, name)
+        if said != leased:
+            return f"the receipt says {name} {said}, the lease {leased}"
+    assigned, groups = receipt.assigned, lease.groups
+    if assigned is None:
+        is_missing = spec.seed_chain is not None and receipt.status is BundleStatus.ACCEPTED
+        return "the receipt accepts the bundle and lacks its assignment" if is_missing else ""
+    if len(assigned.draws) not in (0, len(groups)):
+        return f"the receipt says {len(assigned.draws)} groups, the lease {len(groups)}"
+    prompts = digest_of_prompts(each.prompt_token_ids for each in groups) if spec.commits_to_prompts else None
+    leased = assigned_in(groups, assigned.draws, prompts=prompts)
+    for name, what in (("slots", "slots"), ("seeds", "problems or seeds"), ("prompts", "prompts")):
+        if getattr(assigned, name) != getattr(leased, name):
+            return f"the receipt says other {what} than the lease"
+    return ""

@@ -38,8 +38,8 @@ from prime_node.cli.run_dir import RunDir
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.keyfile import load_key
 from prime_node.observe import read_json_lines
+from prime_node.replay.checks import audited_receipts
 from prime_node.replay.finding import ReplayReport
-from prime_node.replay.ledger_match import audited_receipts
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, seal
 

@@ -35,7 +35,7 @@ from prime_node.adapters.training.packed_attention import NAME
 from prime_node.adapters.training.sequence_attention import SequenceLayout
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
-from prime_node.algo.sequence_packing import pack_sequences
+from prime_node.algo.packing import pack_sequences
 from prime_node.algo.shares import Packing
 from prime_node.ports.train_backend import OptimizerSettings
 from prime_node.ports.train_samples import TrainSample

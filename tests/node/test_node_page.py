@@ -28,8 +28,7 @@ from prime_node.worker.config import WorkerConfig
 from prime_node.worker.control import Control, Wanted, WorkLimits, read_control, write_control
 from prime_node.worker.loop import run_worker
 from prime_node.worker.recent import FILE, MINUTE_MS, MINUTES_MAX, RecentMinutes, RecentWork
-from prime_node.worker.sentences import REASONS, doing, reason_in_words
-from prime_node.worker.status import Status
+from prime_node.worker.status import REASONS, Status, doing, reason_in_words
 from prime_node.worker.worker import Ending
 from prime_protocol.errors import LocalError
 from prime_protocol.requests import WorkerState

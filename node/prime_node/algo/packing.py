@@ -1,4 +1,4 @@
-"""Prefix-sharing packing: many sequences become few rows in which every shared prefix is computed once.
+"""Two ways of packing. Prefix-sharing: many sequences become few rows in which every shared prefix is computed once.
 
 The sequences of a batch form a tree: all prompts share a template, the completions of a group share a prompt, and often
 their first tokens too. A token's hidden state depends only on its ancestors in the tree. So one row token serves every
@@ -14,7 +14,10 @@ In depth-first order the descendants of token j are the tokens j + 1 .. subtree_
 and every row sees the trunk. That one array is the whole attention mask. A batch that shares nothing gives the ordinary
 block-diagonal packing. Nothing here depends on a model; adapters/training/tree_attention.py computes with it.
 
-Letters: N predictions (trained tokens), P trunk tokens, R rows, W tokens of a row.
+Without sharing: concatenated sequences, each seeing only itself (block-diagonal). Sharing saves work, but its masks grow with the
+square of a row. Without it nothing is square, so a sequence may be as long as memory allows.
+
+Letters: N predictions (trained tokens), P trunk tokens, R rows, T tokens of a pass, W tokens of a row.
 """
 
 from __future__ import annotations
@@ -216,3 +219,71 @@ def _common_prefix(left: tuple[int, ...], right: tuple[int, ...]) -> int:
     if left[:shared] == right[:shared]:
         return shared
     return next(place for place in range(shared) if left[place] != right[place])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSequences:
+    """One forward pass. The last token of a sequence predicts nothing, so it is not computed.
+
+    Example: prompt "xy", completion "abc" gives tokens "xyab", length 4, sources (1, 2, 3), targets "abc".
+    """
+
+    token_ids: npt.NDArray[np.int64]  # [T]
+    positions: npt.NDArray[np.int64]  # [T] place of each token in its sequence
+    lengths: tuple[int, ...]
+    """Length of each sequence; T in all."""
+    samples: tuple[int, ...]
+    """Samples in this pass, by their index in the batch."""
+    sources_N: npt.NDArray[np.int64]
+    """[N] source of each prediction: an index into token_ids."""
+    targets_N: npt.NDArray[np.int64]
+    """[N] predicted token: the completions of `samples`, concatenated."""
+
+    @property
+    def num_distinct(self) -> int:
+        """Return the number of tokens; there is no padding."""
+        return len(self.token_ids)
+
+
+def pack_sequences(samples: Sequence[TrainSample], *, micro_batch_tokens: int) -> list[PackedSequences]:
+    """Pack every sample once, first fit decreasing into passes of `micro_batch_tokens`. A pure function.
+
+    A longer sequence has a pass of its own: workers decide how long sequences are, and none of them may end the trainer.
+    """
+    passes: list[list[int]] = []
+    room: list[int] = []
+    lengths = [len(sample.prompt_token_ids) + len(sample.completion_token_ids) - 1 for sample in samples]
+    for index in sorted(range(len(samples)), key=lambda index: (-lengths[index], index)):
+        place = next((place for place, free in enumerate(room) if lengths[index] <= free), None)
+        if place is None:
+            place = len(passes)
+            passes.append([])
+            room.append(micro_batch_tokens)
+        passes[place].append(index)
+        room[place] -= lengths[index]
+    return [_concatenated(sorted(members), samples) for members in passes]
+
+
+def _concatenated(members: Sequence[int], samples: Sequence[TrainSample]) -> PackedSequences:
+    tokens: list[int] = []
+    positions: list[npt.NDArray[np.int64]] = []
+    lengths: list[int] = []
+    sources: list[npt.NDArray[np.int64]] = []
+    targets: list[int] = []
+    for index in members:
+        prompt, completion = samples[index].prompt_token_ids, samples[index].completion_token_ids
+        length = len(prompt) + len(completion) - 1
+        sources.append(np.arange(len(prompt) - 1, length) + len(tokens))
+        tokens += prompt
+        tokens += completion[:-1]
+        targets += completion
+        positions.append(np.arange(length))
+        lengths.append(length)
+    return PackedSequences(
+        token_ids=np.array(tokens, np.int64),
+        positions=np.concatenate(positions),
+        lengths=tuple(lengths),
+        samples=tuple(members),
+        sources_N=np.concatenate(sources),
+        targets_N=np.array(targets, np.int64),
+    )

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 
-from prime_node.algo.packing import PackedRows, pack
-from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
+from prime_node.algo.packing import PackedRows, PackedSequences, pack, pack_sequences
 from prime_node.ports.train_samples import TrainSample
 
 

@@ -10,7 +10,6 @@ from prime_node.cli.dossier_file import DossierFile, read_dossier_part, too_larg
 from prime_node.inside import place
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
-from prime_protocol.contradiction import contradiction
 from prime_protocol.copies import fingerprints, is_repetitive, share_text
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, parse_json
@@ -20,7 +19,7 @@ from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, open_parcel
 from prime_protocol.reward_ranks import REWARD_RANKS
 from prime_protocol.rollout import RolloutHeader, parse_body
 from prime_protocol.shading import SHADING_BY_REWARD
-from prime_protocol.verdict import BanKind, BundleStatus, RejectReason, Verdict
+from prime_protocol.verdict import BanKind, BundleStatus, RejectReason, Verdict, contradiction
 
 if TYPE_CHECKING:
     from prime_node.validator.judge import OpenedBundle

@@ -75,7 +75,7 @@ async def _evaluate(
     stop: asyncio.Event,
 ) -> int:
     from prime_node.cli import wire, wire_swarm, wire_training
-    from prime_node.cli.download_bar import download_bar
+    from prime_node.cli.screen import download_bar
     from prime_node.folder_lock import FolderLock
     from prime_node.keyfile import load_or_create
     from prime_node.observe import JsonLines

@@ -37,12 +37,11 @@ from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
 from prime_node.cli.dossier_file import open_lines, read_dossier_part
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
-from prime_protocol.contradiction import contradiction
 from prime_protocol.envelope import Envelope, PayloadType, parse_json
 from prime_protocol.errors import ErrorCode
 from prime_protocol.key_ring import Role
 from prime_protocol.run_spec import PinnedRun, open_run_spec
-from prime_protocol.verdict import BundleStatus, Receipt
+from prime_protocol.verdict import BundleStatus, Receipt, contradiction
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ async def fetch_policy(
     from prime_node.broadcast.audit.export import check_free, export_checkpoint
     from prime_node.broadcast.follow.pinned import model_files_in
     from prime_node.cli import wire, wire_swarm
-    from prime_node.cli.download_bar import download_bar
+    from prime_node.cli.screen import download_bar
     from prime_node.keyfile import load_or_create
 
     if out is not None:

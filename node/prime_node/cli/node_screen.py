@@ -54,7 +54,7 @@ class NodeScreen:
 
 def node_lines(status: Status, download: DownloadProgress | None = None) -> RenderableType:
     """Render a worker: what it does, its figures, and a download in progress. Only the sentence may take several lines."""
-    from prime_node.worker.sentences import doing, speed_now
+    from prime_node.worker.status import doing, speed_now
 
     word, sentence = doing(status)
     head = Text(word, style=f"bold {_COLOURS.get(word, '')}".strip())

@@ -386,8 +386,8 @@ class _TargetReplay:
             return None
 
     async def _audited(self, source: LedgerSource) -> Mapping[str, Receipt]:
+        from prime_node.replay.checks import audited_receipts
         from prime_node.replay.finding import ReplayFault, Unfaithful, listed
-        from prime_node.replay.ledger_match import audited_receipts
         from prime_node.replay.material import given
 
         with self.material.progress.during("the ledger"):

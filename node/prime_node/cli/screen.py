@@ -1,21 +1,27 @@
 """Display of `prime-node up` while it runs: a live table on a terminal, one line every few seconds elsewhere.
 
 Rendering only: all data comes from `RunProgress`, which up.py fills from the coordinator's status and the trainer's metrics.
+The progress bar of a download is that of `prime-node fetch` and `evaluate`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from prime_node.observe import rows_with
 from prime_protocol.visible import printable
+
+if TYPE_CHECKING:
+    from prime_node.broadcast.follow.follower import DownloadProgress
+
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -131,3 +137,31 @@ def _latest(values: Sequence[float], *, count: int = 10) -> str:
 
 def _or_dash(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+@contextlib.contextmanager
+def download_bar() -> Iterator[Callable[[DownloadProgress], None]]:
+    """Show a progress bar for downloads that take long enough; show nothing without a terminal."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda progress: None
+        return
+    with Bar(
+        TextColumn("policy {task.fields[version]}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+        console=console, transient=True,
+    ) as bar:  # fmt: skip
+        task = bar.add_task("policy", total=None, version="-", visible=False)
+
+        def show(progress: DownloadProgress) -> None:
+            bar.update(
+                task,
+                completed=progress.bytes_done,
+                total=progress.bytes_total,
+                version=progress.policy_version,
+                visible=progress.bytes_done < progress.bytes_total,
+            )
+
+        yield show

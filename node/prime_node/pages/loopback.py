@@ -10,17 +10,24 @@ Each request is checked in this order:
 A session begins with a key that the page's address carries in its fragment, which browsers do not send. A key is valid once.
 An address in a terminal's history, a process list or a browser's history is thus worth nothing after its use. Another user of the
 machine who watches the list of processes may use it first.
+
+The pages have in common: their files, the request for a session, orders, and JSON both ways.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
 import re
 import secrets
 from collections import deque
 from collections.abc import Callable
+from typing import Any, TypeVar
 
-from prime_node.ports.web import BodyAdmission, Handler, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from prime_node.pages.assets import PAGE_HEADERS, file_answer, index_answer
+from prime_node.ports.web import BodyAdmission, Handler, Request, Response, Route
 from prime_protocol.errors import ErrorCode, RemoteError
 
 SESSIONS_MAX = 8
@@ -124,3 +131,56 @@ def _check_origin(request: Request, *, changes: bool, links: bool = False) -> No
     is_own = origin == f"http://{host}" if origin is not None else not changes
     if not is_own or site not in _OWN_SITES:
         raise RemoteError(ErrorCode.WRONG_ROLE, "a request of another site")
+
+
+Form = TypeVar("Form", bound=BaseModel)
+
+
+class NewSession(BaseModel):
+    """Body of a request for a session."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: str = Field(max_length=200)
+
+
+def page_routes(gate: LoopbackGate, package: str) -> tuple[Route, ...]:
+    """Return the routes of a page's files, which are in the folder `assets` of `package`, and of sessions."""
+
+    async def index(request: Request) -> Response:
+        return index_answer(request, package)
+
+    async def file(request: Request) -> Response:
+        return file_answer(request, package)
+
+    async def session(request: Request) -> Response:
+        gate.admit_key(request, len(request.body))  # also of a request without a body
+        return json_answer({"session": gate.begin(parsed_form(request.body, NewSession).key)})
+
+    return (
+        Route("GET", "/", gate.public(index)),
+        Route("GET", "/page/{name}", gate.public(file)),
+        Route("POST", "/v1/session", session, body_bytes_max=BODY_BYTES_MAX, admit=gate.admit_key),
+    )
+
+
+def order_route(gate: LoopbackGate, path: str, handler: Handler) -> Route:
+    """Return the route of a request that changes something."""
+    return Route("POST", path, gate.changing(handler), body_bytes_max=BODY_BYTES_MAX, admit=gate.admit_change)
+
+
+def parsed_form(body: bytes, model: type[Form]) -> Form:
+    """Parse a body. Raises RemoteError(MALFORMED) with the first fault, for the person who filled the form."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, fault["loc"]))
+        said = fault["msg"].removeprefix("Value error, ")
+        raise RemoteError(ErrorCode.MALFORMED, f"{place}: {said}" if place else said) from None
+
+
+def json_answer(value: Any) -> Response:
+    """Return a value as JSON that no browser keeps."""
+    body = json.dumps(value, separators=(",", ":")).encode()
+    return Response(body, headers={"Cache-Control": "no-store", **PAGE_HEADERS})

@@ -31,7 +31,6 @@ from prime_node.files import disk_faults, read_or_begin, write_durably
 from prime_node.inside import open_regular, place, read_regular
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
-from prime_protocol.contradiction import contradiction
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
@@ -39,7 +38,7 @@ from prime_protocol.identity import KeyId
 from prime_protocol.key_ring import Role
 from prime_protocol.replies import ReceiptList
 from prime_protocol.run_spec import PinnedRun
-from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
+from prime_protocol.verdict import BundleStatus, Receipt, RejectReason, contradiction
 
 log = logging.getLogger(__name__)
 

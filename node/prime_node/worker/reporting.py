@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from prime_node.ports.transport import Unreachable
-from prime_node.worker.activity import HOLDING_MAX
 from prime_node.worker.session import KeyBanned
 from prime_node.worker.status import Status, Traffic
-from prime_node.worker.worker import Ending, Worker
+from prime_node.worker.worker import HOLDING_MAX, Ending, Worker
 from prime_protocol import limits
 from prime_protocol.errors import RemoteError
 from prime_protocol.replies import ReceiptList

@@ -22,11 +22,10 @@ from prime_node.patience import first_of, unless
 from prime_node.ports.engine import BatchingEngine, EngineMismatch, swapping_engine
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import of_lease, spanned
-from prime_node.worker.activity import HOLDING_MAX, LeaseInHand
 from prime_node.worker.generating import Play, bundle_for, generate, open_lease, play_lease
 from prime_node.worker.pace import rehearse
 from prime_node.worker.reporting import status_of
-from prime_node.worker.worker import Worker
+from prime_node.worker.worker import HOLDING_MAX, LeaseInHand, Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError

@@ -20,7 +20,7 @@ from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.sequence_attention import SequenceLayout
 from prime_node.adapters.training.sharding import DTYPES, Placement, units
 from prime_node.adapters.training.tree_attention import TreeLayout
-from prime_node.algo.sequence_packing import PackedSequences, pack_sequences
+from prime_node.algo.packing import PackedSequences, pack_sequences
 from prime_node.algo.shares import Packed, Pass, RankShare
 from prime_node.ports.train_samples import TrainSample
 

@@ -1,4 +1,4 @@
-"""Attention over algo.sequence_packing's tokens: a layout of packed_attention.py.
+"""Attention over algo.packing's tokens: a layout of packed_attention.py.
 
 On GPUs in half precision it is torch's own variable-length flash attention, elsewhere one causal call for each sequence. On a
 CPU that is 2.7 times faster than one call with a block-diagonal mask (FACTS).

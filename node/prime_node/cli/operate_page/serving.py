@@ -20,8 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from prime_node.cli import wire
 from prime_node.cli.operator import Operator
 from prime_node.cli.run_status import named_keys, status_at
-from prime_node.pages.loopback import LoopbackGate, is_loopback_host
-from prime_node.pages.loopback_routes import json_answer, order_route, page_routes, parsed_form
+from prime_node.pages.loopback import LoopbackGate, is_loopback_host, json_answer, order_route, page_routes, parsed_form
 from prime_node.ports.web import CallerBounds, Request, Response, Route
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.key_ring import Role

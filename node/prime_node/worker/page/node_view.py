@@ -14,12 +14,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from prime_node.pages.loopback import LoopbackGate
-from prime_node.pages.loopback_routes import json_answer, order_route, page_routes, parsed_form
+from prime_node.pages.loopback import LoopbackGate, json_answer, order_route, page_routes, parsed_form
 from prime_node.ports.web import Request, Response, Route
 from prime_node.worker.control import Control, Wanted, WorkLimits, read_control, write_control
 from prime_node.worker.reporting import status_of
-from prime_node.worker.sentences import doing, reason_in_words, speed_now
+from prime_node.worker.status import doing, reason_in_words, speed_now
 from prime_node.worker.worker import Worker
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 from prime_protocol.visible import printable
