@@ -100,6 +100,26 @@ def read_regular(path: Path, *, bytes_max: int | None = None) -> bytes:
     return data
 
 
+def linked_inside(folder: Path, name: str) -> Path:
+    """Return where a file of a model's folder is, if its name is a link. Raises LocalError for a link that leads elsewhere.
+
+    A folder of the hub's cache, snapshots/REVISION, has links to ../../blobs.
+    """
+    if name in ("", os.curdir, os.pardir) or Path(name).name != name or "\0" in name:
+        raise LocalError(f"{folder}: {printable(name, 100)} is outside the folder")
+    try:
+        home, real = folder.resolve(), (folder / name).resolve()
+    except (OSError, RuntimeError) as error:  # a circle of links
+        raise LocalError(f"{folder / printable(name, 100)}: {printable(str(error), 200)}") from None
+    in_cache = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+    if real.parent != home and not in_cache:
+        raise LocalError(
+            f"{folder / printable(name, 100)} is a link out of the folder, perhaps to a file that must not be published: "
+            "put a copy of the file there"
+        )
+    return real
+
+
 def refuse_links(folder: Path) -> None:
     """Refuse a folder with a symbolic link, a pipe, a socket or a device anywhere below it. Raises LocalError.
 

@@ -38,7 +38,6 @@ ALLOWED = {
     "cli/service_manager.py": "the name has passed the pattern NAME of cli/service.py",
     "broadcast/audit/export.py": "shards are numbered; a model file's name goes through write_inside",
     "broadcast/audit/ledger_file.py": OWN_FOLDER,
-    "broadcast/audit/safetensors_file.py": "names of a file that the user has named; one component, checked there",
     "broadcast/follow/pinned.py": "the text of an error",
     "broadcast/seed/seed_store.py": "removes what the folder itself has listed",
     "broadcast/swarm/topology.py": "numbers",

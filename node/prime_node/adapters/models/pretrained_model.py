@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 
 from prime_node.adapters.models.model_folder import FILE_BYTES_MAX
 from prime_node.broadcast.audit.safetensors_file import read_weights
+from prime_node.inside import linked_inside, read_regular
 from prime_protocol.errors import LocalError
 from prime_protocol.visible import printable
 from prime_protocol.weights import Weights
@@ -30,7 +31,14 @@ def pretrained_model_files(name_or_path: str) -> dict[str, bytes]:
     missing = [name for name in _NEEDED if not (folder / name).is_file()]
     if missing:
         raise LocalError(f"model {name_or_path}: no {', '.join(missing)} in {folder}")
-    return {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+    try:
+        return {
+            name: read_regular(linked_inside(folder, name), bytes_max=bytes_max)
+            for name, bytes_max in FILE_BYTES_MAX.items()
+            if (folder / name).is_file()
+        }
+    except OSError as error:
+        raise LocalError(f"model {name_or_path}: {error}") from None
 
 
 def pretrained_weights(name_or_path: str) -> Weights:

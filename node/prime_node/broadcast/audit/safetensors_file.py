@@ -2,7 +2,7 @@
 
 The published library has no bf16 in numpy, and it needs all bytes of a file at once. Here a tensor is written as it is held
 and read through a memory map, so the extra memory is one tensor's at most. Reading is for a file that this machine's user
-names: its faults are LocalErrors.
+names, and that a stranger may have made: its sizes are bounded, and its faults are LocalErrors.
 
 u64 little endian: bytes of the header | header: JSON name -> dtype, shape, data_offsets | the tensors' bytes
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -18,9 +19,12 @@ from typing import Any
 
 import numpy as np
 
+from prime_node.inside import linked_inside, open_regular, read_regular
 from prime_protocol import limits
 from prime_protocol.codec import DTYPES
-from prime_protocol.errors import LocalError
+from prime_protocol.envelope import load_json
+from prime_protocol.errors import LocalError, RemoteError
+from prime_protocol.visible import printable
 from prime_protocol.weights import Weights, WeightTensor
 
 NAMES = {
@@ -42,8 +46,10 @@ NAMES = {
 }
 """File format's name of each of our dtypes. A test checks that none is missing."""
 DTYPE_OF = {theirs: ours for ours, theirs in NAMES.items()}
-HEADER_BYTES_MAX = 100_000_000
-"""Bound of the format itself, in bytes."""
+HEADER_BYTES_MAX, INDEX_BYTES_MAX = 2**24, 2**25
+"""Bytes of a file's header, some 150,000 tensors, and of a folder's index. Parsed, JSON takes up to twenty times its bytes."""
+FILES_MAX = 4_096
+"""Files of one model."""
 INDEX_FILE = "model.safetensors.index.json"
 METADATA = "__metadata__"
 """Entry of a header that is no tensor."""
@@ -88,54 +94,61 @@ def read_weights(path: Path) -> dict[str, WeightTensor]:
     for file in _files_of(path):
         try:
             found = _read_file(file)
-        except (OSError, ValueError, RecursionError) as error:
-            raise LocalError(f"{file} is not a safetensors file: {error}") from None
+        except (OSError, ValueError, RemoteError) as error:
+            raise LocalError(f"{file} is not a safetensors file: {printable(str(error), 300)}") from None
         if twice := weights.keys() & found.keys():
-            raise LocalError(f"{path}: tensor {min(twice)} is in two files")
+            raise LocalError(f"{path}: tensor {printable(min(twice), 100)} is in two files")
         weights |= found
+        if len(weights) > limits.CHUNKS_MAX:
+            raise LocalError(f"{path} has more than {limits.CHUNKS_MAX:,} tensors")
     return weights
 
 
 def _files_of(path: Path) -> list[Path]:
     if path.is_file():
-        return [path]
+        return [path.resolve()]
     if not path.is_dir():
         raise LocalError(f"{path}: no such file or folder")
     index = path / INDEX_FILE
-    if index.is_file():
+    if os.path.lexists(index):
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise LocalError(f"{index} is not an index of safetensors files: {error!r:.200}") from None
-        if not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise LocalError(f"{index} names files outside its folder")
-        return [path / name for name in names]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise LocalError(f"{path} has no *.safetensors file")
-    return files
+            names = set(
+                load_json(read_regular(linked_inside(path, INDEX_FILE), bytes_max=INDEX_BYTES_MAX))[
+                    "weight_map"
+                ].values()
+            )
+        except (OSError, RemoteError, KeyError, TypeError, AttributeError) as error:
+            raise LocalError(f"{index} is not an index of safetensors files: {printable(str(error), 200)}") from None
+        if not all(isinstance(name, str) for name in names):
+            raise LocalError(f"{index} names files that are no text")
+    else:
+        names = {file.name for file in path.glob("*.safetensors")}
+        if not names:
+            raise LocalError(f"{path} has no *.safetensors file")
+    if len(names) > FILES_MAX:
+        raise LocalError(f"{path}: a model of {len(names):,} files; the most is {FILES_MAX:,}")
+    return [linked_inside(path, name) for name in sorted(names)]
 
 
 def _read_file(path: Path) -> dict[str, WeightTensor]:
-    """Read one file. Raises ValueError for anything that is not the format, OSError from the disk."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    """Read one file. Raises ValueError and RemoteError for anything that is not the format, OSError from the disk."""
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         header_bytes = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_bytes > min(size - 8, HEADER_BYTES_MAX):
+        if size < 8 or header_bytes > size - 8:
             raise ValueError("its header does not fit")
-        try:
-            header = json.loads(file.read(header_bytes))
-        except RecursionError:
-            raise ValueError("its header is nested too deeply") from None
+        if header_bytes > HEADER_BYTES_MAX:
+            raise ValueError(f"its header has {header_bytes:,} bytes; the most is {HEADER_BYTES_MAX:,}")
+        header = load_json(file.read(header_bytes))
+        whole = np.asarray(np.memmap(file, np.uint8, mode="r"))  # one map for all tensors: each would hold a file open
     if not isinstance(header, dict):
         raise ValueError("its header is not a JSON object")
     header.pop(METADATA, None)
-    whole = np.asarray(np.memmap(path, np.uint8, mode="r"))  # one map for all tensors: each would hold a file open
     start_of_data, covered, weights = 8 + header_bytes, [(0, 0)], {}
     for name, entry in header.items():
-        dtype, shape, start, end = _entry(name, entry)
+        dtype, shape, start, end = _entry(printable(name, 100), entry)
         if end - start != prod(shape) * DTYPES[dtype] or start_of_data + end > size:
-            raise ValueError(f"{name} has not as many bytes as its shape needs")
+            raise ValueError(f"{printable(name, 100)} has not as many bytes as its shape needs")
         covered.append((start, end))
         data = whole[start_of_data + start : start_of_data + end].view(f"<u{DTYPES[dtype]}")
         weights[name] = WeightTensor(dtype, shape, data)
