@@ -81,7 +81,7 @@ MUTANTS = (
         CLIENT,
         "LinkClient._take",
         (("answer.set_exception(fault_of(frame.head))", "pass"),),
-        7,
+        15,
     ),
     Mutant(
         "a streamed body loses a byte", CLIENT, "LinkClient._pieces", (("yield frame.body", "yield frame.body[1:]"),), 3
@@ -91,7 +91,7 @@ MUTANTS = (
         GATE,
         "RequestGate._accept",
         (("self.nonces.require_new(signer, stamped.nonce)", "hash((stamped.nonce, now_s))"),),
-        7,
+        3,
     ),
     Mutant(
         "a bundle is acknowledged before the writer has its body",

@@ -1,16 +1,19 @@
 """The gateway's side of the link: one connection to the writer, over which all calls go side by side.
 
-Waiting: each call waits for its answer or for the end of the link; `keep` waits for the end of the link, then tries the next
-address. Calls in progress fail with the link: their clients try again.
+Waiting: each call waits for its answer or for the end of the link; `keep` waits for the end of the link, then tries all addresses
+side by side. While a writer is silent, it tries the others. Only the coordinator that leads answers there: the link to one that
+is stopped or cut off ends when the next one leads. Calls in progress fail with the link: their clients try again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from prime_node.adapters.link.sealed_frames import (
     LARGE_BYTES,
@@ -25,7 +28,7 @@ from prime_node.adapters.link.sealed_frames import (
     is_proof,
     proof,
 )
-from prime_node.patience import SAY_AGAIN_S, Backoff, first_of
+from prime_node.patience import SAY_AGAIN_S, Backoff, cancel_all, first_of
 from prime_node.ports.web import Response, Sender
 from prime_node.ports.writer_link import Addresses, ForwardedAnswer, ForwardedCall, HeldParcel, fault_head, fault_of
 from prime_protocol.errors import ErrorCode, PrimeError, RemoteError
@@ -35,10 +38,24 @@ log = logging.getLogger(__name__)
 CONNECT_S_MAX = 5.0
 ALIVE_S, SILENT_S_MAX = 0.5, 3.0
 """Seconds between two signs of life, and without one of the writer after which the link is given up."""
+SUSPECT_S = 1.5
+"""Seconds without one after which other addresses are tried, too."""
 STORAGE_RETRY_S = 5.0
 RETRY_S = 0.5
 """Time after which a client may ask again while there is no writer."""
 READ_BYTES = 2**18
+_FAULTS = (OSError, TimeoutError, BrokenLink, asyncio.IncompleteReadError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A connection whose other side has proved that it is the writer."""
+
+    address: tuple[str, int]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    sealer: FrameSealer
+    opener: FrameOpener
 
 
 class LinkClient:
@@ -55,8 +72,8 @@ class LinkClient:
         self._giving: set[asyncio.Task[None]] = set()
         self._sealer: FrameSealer | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._was_linked = False
-        """Whether the last attempt opened a link."""
+        self._heard_s = 0.0
+        """Time of the last bytes of the writer."""
         self._unsent: list[LinkFrame] = []
         """Frames of this turn of the loop: one packet for all of them."""
 
@@ -87,34 +104,67 @@ class LinkClient:
 
     async def keep(self) -> None:
         """Keep the link open, to the first address at which a writer answers. Runs until it is cancelled."""
-        backoff, said_s, loop = Backoff(), -SAY_AGAIN_S, asyncio.get_running_loop()
-        for host, port in itertools.cycle(self._addresses):
+        opened: _Opened | None = None
+        while True:
+            opened = opened or await self._first_opened(self._addresses)
+            address = opened.address
             try:
-                await self._link(host, port)
-            except (OSError, TimeoutError, BrokenLink, asyncio.IncompleteReadError) as error:
-                if self._was_linked:
-                    backoff, said_s, self._was_linked = Backoff(), -SAY_AGAIN_S, False
-                pause_s = min(backoff.next_s(error), RETRY_S)
-                if loop.time() - said_s >= SAY_AGAIN_S:
-                    said_s = loop.time()
-                    log.warning("no link to a writer at %s:%d: %s", host, port, str(error) or type(error).__name__)
-                await asyncio.sleep(pause_s)
+                opened = await self._link(opened)
+            except _FAULTS as error:
+                opened = None
+                log.warning("the link to the writer at %s:%d: %s", *address, str(error) or type(error).__name__)
+                await asyncio.sleep(Backoff().next_s(error))
 
     # Internals
 
-    async def _link(self, host: str, port: int) -> None:
-        """Open a link and read from it until it ends. Raises OSError, TimeoutError, BrokenLink or IncompleteReadError."""
-        async with asyncio.timeout(CONNECT_S_MAX):
-            reader, writer = await asyncio.open_connection(host, port, limit=2 * READ_BYTES)
+    async def _first_opened(self, addresses: Addresses) -> _Opened:
+        """Return a connection to the first address at which a writer answers."""
+        asking = [asyncio.ensure_future(self._open(address)) for address in addresses]
+        found: _Opened | None = None
         try:
-            async with asyncio.timeout(CONNECT_S_MAX):
-                opener = await self._shake(reader, writer)
-            self._writer = writer
-            self._was_linked = True
-            self.linked.set()
-            log.info("linked to the writer at %s:%d", host, port)
+            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            found = done.pop().result()
+            return found
+        finally:
+            await cancel_all(*asking)
+            for other in asking:
+                if not other.cancelled() and other.exception() is None and other.result() is not found:
+                    other.result().writer.close()
+
+    async def _open(self, address: tuple[str, int]) -> _Opened:
+        """Return a connection to this address, as soon as a writer answers there."""
+        backoff, loop = Backoff(), asyncio.get_running_loop()
+        say_s = loop.time() + SILENT_S_MAX
+        while True:
+            try:
+                async with asyncio.timeout(CONNECT_S_MAX):
+                    reader, writer = await asyncio.open_connection(*address, limit=2 * READ_BYTES)
+                try:
+                    async with asyncio.timeout(CONNECT_S_MAX):
+                        return await self._shake(address, reader, writer)
+                except BaseException:
+                    writer.close()
+                    raise
+            except _FAULTS as error:
+                if loop.time() >= say_s:
+                    say_s = loop.time() + SAY_AGAIN_S
+                    log.warning("no link to a writer at %s:%d: %s", *address, str(error) or type(error).__name__)
+                await asyncio.sleep(min(backoff.next_s(error), RETRY_S))
+
+    async def _link(self, opened: _Opened) -> _Opened | None:
+        """Read from a link until it ends, or until another writer answers, and return the connection to that one.
+
+        Raises OSError and BrokenLink.
+        """
+        writer = opened.writer
+        self._writer, self._sealer, self._heard_s = writer, opened.sealer, asyncio.get_running_loop().time()
+        self.linked.set()
+        log.info("linked to the writer at %s:%d", *opened.address)
+        following = asyncio.ensure_future(self._followed(opened.address))
+        try:
             # No TaskGroup: up to Python 3.12 it forgets a cancellation that arrives while it ends with an error.
-            await first_of(self._read(reader, opener), self._say_alive())
+            await first_of(self._read(opened), self._say_alive(), following)
+            return following.result()
         finally:
             self.linked.clear()
             self._writer = self._sealer = None
@@ -128,7 +178,19 @@ class LinkClient:
                     LinkFrame(FrameKind.FAULT, number, {"code": "unavailable", "detail": "the link has ended"})
                 )
 
-    async def _shake(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> FrameOpener:
+    async def _followed(self, address: tuple[str, int]) -> _Opened:
+        """Return a connection to another writer, which answers while the one at this address is silent."""
+        others = [other for other in self._addresses if other != address]
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            if others and asyncio.get_running_loop().time() - self._heard_s > SUSPECT_S:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SUSPECT_S):
+                        return await self._first_opened(others)
+
+    async def _shake(
+        self, address: tuple[str, int], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> _Opened:
         greeting = await reader.readexactly(len(MAGIC) + NONCE_BYTES)
         if not greeting.startswith(MAGIC):
             raise BrokenLink("it is no writer of this release")
@@ -143,24 +205,26 @@ class LinkClient:
             ) from None
         if not is_proof(given, self._secret, "writer", nonces, self._run):
             raise BrokenLink("it does not know the secret: it is no writer of this run")
-        self._sealer = FrameSealer(proof(self._secret, "from the gateway", nonces, self._run))
-        return FrameOpener(proof(self._secret, "from the writer", nonces, self._run))
+        sealer = FrameSealer(proof(self._secret, "from the gateway", nonces, self._run))
+        opener = FrameOpener(proof(self._secret, "from the writer", nonces, self._run))
+        return _Opened(address, reader, writer, sealer, opener)
 
     async def _say_alive(self) -> None:
         while True:
             await asyncio.sleep(ALIVE_S)
             self._send(LinkFrame(FrameKind.ALIVE))
 
-    async def _read(self, reader: asyncio.StreamReader, opener: FrameOpener) -> None:
+    async def _read(self, opened: _Opened) -> None:
         while True:
             try:
                 async with asyncio.timeout(SILENT_S_MAX):
-                    data = await reader.read(READ_BYTES)
+                    data = await opened.reader.read(READ_BYTES)
             except TimeoutError:
                 raise BrokenLink("the writer is silent") from None
             if not data:
                 raise BrokenLink("the writer has ended the link")
-            for frame in opener.feed(data):
+            self._heard_s = asyncio.get_running_loop().time()
+            for frame in opened.opener.feed(data):
                 self._take(frame)
 
     def _take(self, frame: LinkFrame) -> None:
