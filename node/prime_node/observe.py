@@ -281,6 +281,10 @@ def _appending(path: Path) -> TextIO:
     return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "a", encoding="utf-8", buffering=1)
 
 
+ROWS_BYTES_MAX = 2**28
+"""Bytes of a JSONL file that are read at once: of a longer one, the last. Those of a million steps are fewer."""
+
+
 class JsonLinesReader:
     """Reader of a JSONL file to which another process appends: it reads each line once and skips broken ones."""
 
@@ -294,8 +298,9 @@ class JsonLinesReader:
         """Return all complete lines so far; none if there is no file, or one that cannot be read."""
         try:
             with os.fdopen(open_regular(self._path, os.O_RDONLY), "rb") as file:
+                self._offset = max(self._offset, os.fstat(file.fileno()).st_size - ROWS_BYTES_MAX)
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(ROWS_BYTES_MAX)
         except FileNotFoundError:
             return self.rows
         except OSError as error:

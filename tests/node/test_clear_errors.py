@@ -65,6 +65,9 @@ async def test_a_damaged_database_is_named(tmp_path: Path) -> None:
         ("postgresql://prime:hunter2@db/mine", "must hold no password: set PGPASSWORD"),
         ("postgresql://db/mine?password=hunter2", "must hold no password: set PGPASSWORD"),
         ("postgresql://db/mine?sslkey=/k&sslpassword=hunter2", "must hold no password: set PGPASSWORD"),
+        ("postgresql://db/mine?PassWord=hunter2", "must hold no password: set PGPASSWORD"),
+        ("postgresql:prime:hunter2@db/mine", 'expected "sqlite" or "postgresql://user@host/database"'),
+        ("postgresql://prime/hunter2@db/mine", 'expected "sqlite" or "postgresql://user@host/database"'),
     ],
 )
 def test_a_store_that_cannot_be_is_refused_without_showing_a_password(

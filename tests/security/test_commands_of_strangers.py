@@ -65,6 +65,13 @@ def test_no_file_of_a_folder_of_others_hangs_a_command_or_fills_the_memory(tmp_p
 
     cases = [(name, kind) for name in READ for kind in PLANTED]
     check_each([(" ".join(case), case) for case in cases], check)
+    for name in ("coordinator/timeline.jsonl", "trainer/metrics.jsonl"):
+        for kind in PLANTED:
+            run = RunDir(make_run_folder(tmp_path / f"{name.replace('/', '-')}-{kind}"))
+            (run.path / name).parent.mkdir(exist_ok=True)
+            plant(run.path / name, kind)
+            with pytest.raises(LocalError, match="no timeline"):  # before, `trace` read all of it
+                read_timeline(run)
 
 
 JUNK = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import socket
@@ -13,6 +14,7 @@ from aiohttp import web
 from tests.builder import build_header, build_lease
 from tests.node.http_server import RUN, client_of, served
 from tests.node.worker_world import WORKER
+from tests.raw_server_world import raw_server
 from tests.time_world import VirtualClock
 
 from prime_node.adapters.web.direct_upload import may_receive, put_directly
@@ -131,6 +133,33 @@ async def test_a_body_follows_no_redirect_and_no_proxy_and_leaves_no_tls(monkeyp
         with pytest.raises(Unreachable, match="proxy"):
             await put("http://bucket.example.org/name", INTERNET)
         assert (len(bucket.taken), elsewhere.taken) == (1, [])
+
+
+ANSWERS = (
+    b"",
+    b"garbage\r\n\r\n",
+    b"HTTP/1.1 99999 x\r\n\r\n",
+    b"HTTP/1.1 403 X-Signature\r\nContent-Length: 0\r\n\r\n",
+)
+UNUSABLE = ("http://[::::]/", "http://[1.2]/", "http://127.0.0.1:99999/", "http://-/", "http://a..b/")
+
+
+async def test_no_error_of_a_direct_upload_holds_its_url_nor_ends_the_worker() -> None:
+    """Before, three answers put the signature into an error, and an address in false brackets raised ValueError."""
+    answers = list(ANSWERS)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answers.pop(0))
+        writer.close()
+
+    async with raw_server(answer) as port:
+        for url in (*(f"http://127.0.0.1:{port}/" for _ in ANSWERS), *UNUSABLE):
+            named = UploadUrl(url=f"{url}name?X-Amz-Signature=s3cret").url
+            with pytest.raises(Unreachable) as refused:
+                await put(named, HERE)
+            assert "s3cret" not in str(refused.value), url
+    assert answers == []
 
 
 async def test_a_worker_that_is_directed_elsewhere_sends_the_bundle_to_the_coordinator() -> None:

@@ -5,12 +5,13 @@ The timeline has one row per lane, coloured by policy. Checks queue and overlap,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_node.cli.timeline import CHECKS, TRAINER, Activity, Timeline
+from prime_node.cli.timeline import BROADCAST, CHECKS, PUBLISHER, TRAINER, Activity, Timeline
 from prime_node.observe import rows_with
 from prime_protocol.visible import printable
 
@@ -83,6 +84,8 @@ def terminal_plot(curve: Curve) -> str:
 
 COLOURS = ("#1b6ca8", "#d9822b", "#3d8b52", "#8e5aa8", "#b0503f", "#6b7a8f")
 """Colours of consecutive policies. A step has the colour of the policy that it starts from."""
+LANES_MAX = 64
+"""Lanes of a picture. A run has a worker for each key that a stranger makes, and 2,000 lanes took minutes and 1 GB."""
 PALE = {"wait": "#e6e8ec", "save": "#c9cdd4", "submit": "#c9cdd4", "swap": "#2b2f36"}
 
 
@@ -91,7 +94,10 @@ def save_timeline_png(timeline: Timeline, path: Path, *, title: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lanes = timeline.lanes
+    lanes = drawn_lanes(timeline)
+    if len(lanes) < len(timeline.lanes):
+        title = f"{title}: {len(lanes)} of {len(timeline.lanes):,} lanes"
+    timeline = Timeline(lanes, tuple(each for each in timeline.activities if each.lane in lanes))
     shown = [each for each in timeline.activities if each.lane == TRAINER] or timeline.activities
     begin_s, end_s = min(each.begin_s for each in shown), max(each.end_s for each in shown)
     figure = Figure(figsize=(10, 0.5 * len(lanes) + 1.3), dpi=120, layout="constrained")
@@ -111,6 +117,19 @@ def save_timeline_png(timeline: Timeline, path: Path, *, title: str) -> None:
     axes.invert_yaxis()
     axes.set_title(title, parse_math=False)
     figure.savefig(path)
+
+
+def drawn_lanes(timeline: Timeline) -> tuple[str, ...]:
+    """Return the lanes, without those of the workers with the least to draw if there are too many."""
+    if len(timeline.lanes) <= LANES_MAX:
+        return timeline.lanes
+    seconds = Counter[str]()
+    for each in timeline.activities:
+        seconds[each.lane] += each.end_s - each.begin_s
+    *fixed, checks = (TRAINER, PUBLISHER, BROADCAST, CHECKS)
+    workers = sorted(set(timeline.lanes) - {*fixed, checks}, key=lambda lane: (-seconds[lane], lane))
+    kept = {*fixed, checks, *workers[: LANES_MAX - len(fixed) - 1]}
+    return tuple(lane for lane in timeline.lanes if lane in kept)
 
 
 def _look(lane: str) -> dict[str, Any]:

@@ -182,9 +182,10 @@ class CoordinatorConfig(Settings):
     @classmethod
     def _store_is_known(cls, store: str) -> str:
         url = urlsplit(store)
-        if store != "sqlite" and url.scheme not in ("postgresql", "postgres"):
+        is_url = url.scheme in ("postgresql", "postgres") and url.path[:1] in ("", "/") and "@" not in url.path
+        if store != "sqlite" and not is_url:  # a path with an @ may hold a password, and messages show it
             raise ValueError('expected "sqlite" or "postgresql://user@host/database"')
-        if url.password is not None or "password" in " ".join(parse_qs(url.query)):  # sslpassword, too
+        if url.password is not None or "passw" in " ".join(parse_qs(url.query)).lower():  # sslpassword, too
             raise ValueError("must hold no password: set PGPASSWORD, or write ~/.pgpass or a service file")
         return store
 

@@ -28,8 +28,14 @@ STORED = (200, 412)
 async def put_directly(
     url: str, body: bytes, sha256: bytes, *, near: Collection[str], needs_tls: bool, stall_s: float
 ) -> None:
-    """Send a body. `near` are the addresses at which the coordinator answers. Raise Unreachable."""
-    address = urlsplit(url)
+    """Send a body. `near` are the addresses at which the coordinator answers. Raise Unreachable.
+
+    No error holds the URL: who knows it may use it until it expires.
+    """
+    try:
+        address = urlsplit(url)
+    except ValueError:  # such as http://[::::]/
+        raise Unreachable("the coordinator names an address that is none") from None
     host = address.hostname or ""
     if needs_tls and address.scheme != "https":
         raise Unreachable(f"{host}: the coordinator is asked over TLS, and this address is not")
@@ -52,7 +58,11 @@ async def put_directly(
                 raise Unreachable(f"{host} answers {answer.status}")
     except TimeoutError:
         raise Unreachable(f"{host}: no answer") from None
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except aiohttp.ClientResponseError as error:
+        raise Unreachable(f"{host}: {error.message[:200]}") from None
+    except ValueError:
+        raise Unreachable(f"{host}: an address that cannot be used") from None
+    except (aiohttp.ClientError, OSError) as error:
         raise Unreachable(f"{host}: {reason_of(error)}") from None
 
 
