@@ -20,6 +20,7 @@ from prime_node.cli.outcome import MAY_PASS
 from prime_node.cli.service_manager import Launchd, Systemd
 from prime_node.cli.service_unit import RoleService, launchd_plist, systemd_unit
 from prime_node.keyfile import keep_secret
+from prime_node.worker.config import WorkerConfig
 from prime_protocol.errors import LocalError
 
 LINK = f"http://run.example.org:8400/#{'0' * 64}"
@@ -194,6 +195,16 @@ def test_only_their_owner_reads_a_unit_and_its_file_of_secrets(tmp_path: Path, m
     with pytest.raises(LocalError, match="has no systemctl"):
         CliRunner().invoke(app, install, catch_exceptions=False)
     assert secrets.read_text() == "PGPASSWORD=kept\n"
+    for invite in ("A" * 40, "B" * 40):  # before, every user of the machine saw it in the service's arguments
+        with pytest.raises(LocalError, match="has no systemctl"):
+            CliRunner().invoke(app, [*install[:-1], f"{LINK}.{invite}"], catch_exceptions=False)
+        assert secrets.read_text() == f"PGPASSWORD=kept\nPRIME_WORKER_INVITE={invite}\n"
+        unit = (tmp_path / ".config/systemd/user/prime-node-worker.service").read_text()
+        assert LINK in unit
+        assert invite not in unit
+        assert secrets.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("PRIME_WORKER_INVITE", "B" * 40)
+    assert WorkerConfig.load({}).invite == "B" * 40
 
 
 def test_a_role_whose_database_does_not_answer_is_started_again(tmp_path: Path) -> None:

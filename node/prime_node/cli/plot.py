@@ -5,7 +5,6 @@ The timeline has one row per lane, coloured by policy. Checks queue and overlap,
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,7 +122,7 @@ def drawn_lanes(timeline: Timeline) -> tuple[str, ...]:
     """Return the lanes, without those of the workers with the least to draw if there are too many."""
     if len(timeline.lanes) <= LANES_MAX:
         return timeline.lanes
-    seconds = Counter[str]()
+    seconds = dict.fromkeys(timeline.lanes, 0.0)
     for each in timeline.activities:
         seconds[each.lane] += each.end_s - each.begin_s
     *fixed, checks = (TRAINER, PUBLISHER, BROADCAST, CHECKS)

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,7 +36,8 @@ COMMANDS: dict[str, str] = {"worker": "join"}
 """Command of a role, where it has another name."""
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,63}")
 SHARED_TMP = (Path("/tmp"), Path("/var/tmp"))
-VARIABLES_TEXT = "# Secrets of this service, one NAME=VALUE a line. The service reads them when it starts.\n"
+VARIABLES_TEXT = "# Secrets of this service, one NAME=VALUE a line. The service reads them when it starts."
+INVITE_VARIABLE = "PRIME_WORKER_INVITE"
 MARGIN_S = 5.0
 """Time between the moment when a role ends by itself at the latest, and the moment when the manager kills it."""
 
@@ -70,6 +71,7 @@ def install(
     manager = _manager(of_user=of_user, home=account.home)
     variables = manager.variables_file(chosen)
     settings = _settings(role, params, variables)
+    words, secrets = (words, "") if variables is None else _without_invitation(words, params)
     writes = (*_state_folders(role, params, account.home), account.home / ".cache")
     described = RoleService(
         name=chosen,
@@ -83,17 +85,19 @@ def install(
     )
     content = manager.content(described)
     if shown:
-        say(*content.decode().splitlines())
+        say(*content.decode().splitlines(), *([f"# {variables} needs a line {INVITE_VARIABLE}=..."] if secrets else []))
         return
     _check_interpreter(account)
     for folder in writes:
         _make(folder, account)
     file = manager.file(chosen)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(file, content, mode=0o600)  # the command line may hold an invitation
-    if variables is not None and not variables.exists():
+    write_durably(file, content, mode=0o600)  # with launchd the command line may hold an invitation
+    if variables is not None and (secrets or not variables.exists()):
         variables.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_durably(variables, VARIABLES_TEXT.encode(), mode=0o600)
+        kept = variables.read_text().splitlines() if variables.exists() else [VARIABLES_TEXT]
+        kept = [line for line in kept if not (secrets and line.startswith(f"{INVITE_VARIABLE}="))]
+        write_durably(variables, "".join(f"{line}\n" for line in (*kept, *secrets.splitlines())).encode(), mode=0o600)
     log = manager.log_file(chosen)
     if log is not None:
         _make(log.parent, account)
@@ -220,6 +224,15 @@ def _parsed(role: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, A
                 for word in (parameter.opts[0], str(one))
             ]
     return [*words, *options], params
+
+
+def _without_invitation(words: list[str], params: dict[str, Any]) -> tuple[list[str], str]:
+    """Return the command line without a link's invitation, which other users would see, and the line that has it instead."""
+    link = parse_link(params["link"]) if "link" in params else None
+    if link is None or not link.invite:
+        return words, ""
+    plain = str(replace(link, invite=""))
+    return [plain if word == params["link"] else word for word in words], f"{INVITE_VARIABLE}={link.invite}"
 
 
 def _absolute(name: str | None, value: Any) -> Any:
