@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
@@ -192,4 +193,22 @@ async def test_large_documents_are_read_one_by_one(postgres: PostgresServer, mon
         pages.append([len(data) for *_, data in rows])
         after = rows[-1][0]
     assert pages == [[400, 600], [1_500], [0, 1_000], [1]]
+    await database.close()
+
+
+async def test_however_many_read_a_document_is_written(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, readers had all connections of the pool, and a coordinator whose write waits for too long ends."""
+    monkeypatch.setattr(postgres_store, "ANSWER_SECONDS", 10.0)
+    url = postgres.make_database()
+    database, other = await postgres_database(url, run=RUN), await asyncpg.connect(url)
+    async with other.transaction():
+        await other.execute("LOCK TABLE ledger")
+        reading = [asyncio.ensure_future(database.fetch("SELECT * FROM ledger")) for _ in range(20)]
+        await asyncio.sleep(0)  # each has begun
+        await database.write_document("public", "timestamp.json", b"{}")
+        assert not any(one.done() for one in reading)
+    assert await asyncio.gather(*reading) == [[]] * 20
+    await other.close()
     await database.close()

@@ -1,6 +1,7 @@
 """The store in PostgreSQL, one database for each run.
 
-One connection writes: `append` is one call of a function in the database, so one round trip and one commit. A pool reads.
+One connection writes: `append` is one call of a function in the database, so one round trip and one commit. A pool reads, and
+writes what need not wait for events: one of its connections is never with a reader.
 
 Two coordinators never write to one database. One leads for a term, which it renews (postgres_leader.py). Each term has a greater
 epoch, and every write requires the present one. So a coordinator that lost its term without its notice writes nothing after
@@ -45,7 +46,7 @@ ANSWER_SECONDS = 60.0
 PAGE_BYTES = 2**24
 """Bytes of documents that are read at once: bundles that prove a ban are among them."""
 PORT_MAX = 65_535
-READERS_MAX = 4
+READERS_MAX = 3
 FENCED = "PR001"
 """SQLSTATE of a write in an older epoch (schema/postgres/0001.sql)."""
 SESSION = {
@@ -118,6 +119,8 @@ class PostgresDatabase:
         """Name of the database, for messages."""
         self._url, self._pool, self._term_s = url, pool, term_s
         self._writer: asyncpg.Connection | None = None
+        self._reading = asyncio.Semaphore(READERS_MAX)
+        """Else readers, however many strangers ask for pages, would make a write of the pool wait for longer than a write may."""
         self.keeper: TermKeeper | None = None
         """Thread that keeps the term; None before `lead`."""
 
@@ -134,8 +137,9 @@ class PostgresDatabase:
 
     async def fetch(self, query: str, *values: Any) -> Sequence[Row]:
         """Return the rows of a query."""
-        rows: Sequence[Row] = await _asked(_in_time(self._pool.fetch(query, *values)), self.place)
-        return rows
+        async with self._reading:
+            rows: Sequence[Row] = await _asked(_in_time(self._pool.fetch(query, *values)), self.place)
+            return rows
 
     async def append(self, batch: Batch) -> None:
         """Write a batch. Raises StoreConflict, also if another coordinator has taken over."""
@@ -324,7 +328,7 @@ async def _pool(url: str) -> asyncpg.Pool:
     return await asyncpg.create_pool(
         url,
         min_size=1,
-        max_size=READERS_MAX,
+        max_size=READERS_MAX + 1,
         timeout=CONNECT_SECONDS,
         server_settings=SESSION,
         init=_settle,
