@@ -22,7 +22,9 @@ import aiohttp
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 MISSING = "Chromium is not installed: sudo apt install chromium (or your system's)"
-START_S, ANSWER_S = 60.0, 60.0
+START_S = 60.0
+ANSWER_S = 180.0
+"""An answer may wait for a condition in a page: longer than any `until`."""
 MESSAGE_BYTES_MAX = 2**26
 FLAGS = (
     *(

@@ -1,4 +1,7 @@
-"""The shipped run of a real model, `configs/smollm2.toml`, in small: vLLM in bf16, a validator in fp32, two steps."""
+"""The shipped run of a real model, `configs/smollm2.toml`, in small: vLLM in bf16, a validator in fp32, two steps.
+
+A processor without bf16 instructions computes some ten tokens a second, so there are few of them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ def test_the_run_of_smollm2_trains_and_refuses_no_honest_rollout(up: Up) -> None
         f"run.model.name_or_path={model}",
         f"trainer.initial_weights={model}",
         "run.max_steps=2",
-        "run.groups_per_step=4",
+        "run.groups_per_step=2",
+        "run.rollouts_per_group=4",
         "trainer.evaluate_every=0",
         "up.num_workers=1",
         "up.unsafe_cheaters={}",
@@ -30,5 +34,5 @@ def test_the_run_of_smollm2_trains_and_refuses_no_honest_rollout(up: Up) -> None
     assert up.finish(timeout_s=840) == 0, up.everything()
     summary = up.summary()
     assert summary["verification"]["ok"]
-    assert summary["rollouts"] == {"accepted": 2 * 4 * 8, "refused": {}}
+    assert summary["rollouts"] == {"accepted": 2 * 2 * 4, "refused": {}}
     assert summary["bans"] == []
