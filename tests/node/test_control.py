@@ -227,7 +227,10 @@ async def test_finish_completes_what_is_generated_however_long_it_takes(tmp_path
     assert read_control(tmp_path).wanted is Wanted.RUN, "the next start computes"
 
 
-async def test_a_request_to_stop_ends_a_worker_that_finishes_within_its_grace_period(tmp_path: Path) -> None:
+async def test_a_request_to_stop_ends_a_worker_that_finishes_within_its_grace_period(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     world, engine = WorkerWorld(tmp_path), Together(sequences_max=16)
     working = asyncio.create_task(run_worker(world.worker(engine, grace_seconds=1.0), world.stop))
     await until(lambda: len(engine.calls) == 2)
@@ -237,6 +240,7 @@ async def test_a_request_to_stop_ends_a_worker_that_finishes_within_its_grace_pe
     assert await working is Ending.STOPPED
     assert world.coordinator.accepted == 0
     assert sorted(world.coordinator.returned) == sorted(world.coordinator.leases)
+    assert caplog.text.count("the worker leaves; handing it back") == len(world.coordinator.returned) > 0
 
 
 async def test_a_start_after_a_worker_was_killed_while_it_finished_computes(tmp_path: Path) -> None:

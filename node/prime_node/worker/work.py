@@ -356,7 +356,8 @@ async def hand_back(worker: Worker, lease: Lease, *, failed: bool = False) -> No
     if worker.seconds_left(lease) <= 0:
         log.info("lease %s has expired; dropped", lease.lease_id[:12])
         return
-    why = "its problem fails here" if failed else "it cannot be finished in time"
+    in_time = "the worker leaves" if worker.quit.is_set() else "it cannot be finished in time"
+    why = "its problem fails here" if failed else in_time
     if in_hand.cancelled.is_set():
         why = f"paused {worker.activity.paused}" if worker.activity.paused else "the run can no longer use it"
     log.info("lease %s: %s; handing it back", lease.lease_id[:12], why)
