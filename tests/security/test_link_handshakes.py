@@ -1,4 +1,4 @@
-"""Who stands between a gateway and its writer, or in the place of one, gets neither a link nor a proof from the handshake."""
+"""A machine between a gateway and its writer, or in the place of one, gets neither a link nor a proof from the handshake."""
 
 from __future__ import annotations
 
