@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.state import batches, records
 from prime_node.coordinator.state import events as ev
@@ -28,14 +30,20 @@ RULES = SchedulerRules(
 
 
 class Run:
-    """A state with its log, driven by the decisions that the daemon's handlers take."""
+    """A state with its log, driven by the decisions that the daemon's handlers take.
 
-    def __init__(self, rules: SchedulerRules = RULES) -> None:
+    With workers, they have joined, and policy 0 is published.
+    """
+
+    def __init__(self, rules: SchedulerRules = RULES, *, workers: Sequence[str] = ()) -> None:
         self.state = State(rules)
         self.log: list[tuple[ev.Event, int]] = []
         self.now_ms = 1_000
         self.effects: list[Effect] = []
         self.num_bundles = 0
+        if workers:
+            self.join(*workers)
+            self.publish()
 
     def do(self, event: ev.Event) -> list[Effect]:
         self.log.append((event, self.now_ms))

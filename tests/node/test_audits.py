@@ -30,10 +30,7 @@ AUDITED = dataclasses.replace(RULES, audit_share_min=0.25, newcomer_bundles=2, e
 
 @pytest.fixture
 def run() -> Run:
-    run = Run(AUDITED)
-    run.join("anna", "ben")
-    run.publish()
-    return run
+    return Run(AUDITED, workers=("anna", "ben"))
 
 
 def accept(run: Run, lease: LeaseRecord, *, audited: bool) -> Settled:
@@ -74,9 +71,7 @@ def test_the_draw_is_uniform_and_no_bundle_predicts_the_next() -> None:
 
 
 def test_where_all_is_audited_tokens_are_credited_at_once(run: Run) -> None:
-    run = Run(RULES)
-    run.join("anna")
-    run.publish()
+    run = Run(RULES, workers=("anna",))
     assert accept(run, run.granted("anna", 0), audited=True).num_tokens == 10
     assert audits.audit_share(RULES, anna(run)) == 1.0
 
@@ -215,9 +210,7 @@ def test_a_lease_without_a_bundle_costs_passed_audits(run: Run) -> None:
 
 
 def test_the_last_step_is_not_over_while_something_may_be_taken_back() -> None:
-    run = Run(dataclasses.replace(AUDITED, max_steps=1))
-    run.join("anna")
-    run.publish()
+    run = Run(dataclasses.replace(AUDITED, max_steps=1), workers=("anna",))
     accept(run, run.granted("anna", 0), audited=False)
     assert not run.state.is_complete
     run.fix()

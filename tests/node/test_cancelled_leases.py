@@ -45,9 +45,7 @@ DROPPING = dataclasses.replace(
 
 def overdue(rules: SchedulerRules = DROPPING) -> tuple[Run, str]:
     """Return a run whose trainer is two steps after the policy of anna's lease."""
-    run = Run(rules)
-    run.join("anna", "ben")
-    run.publish()
+    run = Run(rules, workers=("anna", "ben"))
     slow = run.granted("anna", 0, 2)
     run.train("ben", 0)
     assert not is_useless(run.state, slow)
@@ -111,9 +109,7 @@ def test_work_that_would_be_dropped_is_not_begun_on_an_old_policy() -> None:
 
 
 def test_a_lease_that_others_took_over_is_named_and_one_that_may_be_redeemed_is_not() -> None:
-    run = Run(dataclasses.replace(DROPPING, lag_max=8, leases_per_slot_max=2))
-    run.join("anna", "ben")
-    run.publish()
+    run = Run(dataclasses.replace(DROPPING, lag_max=8, leases_per_slot_max=2), workers=("anna", "ben"))
     lapsed = run.granted("anna", 0, 2).lease_id
     run.do(ev.LeasesExpired((lapsed,)))
     assert cancelled_leases(run.state, "anna", (lapsed,)) == (), "nobody has its slots yet"

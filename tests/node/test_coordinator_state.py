@@ -18,10 +18,7 @@ from prime_protocol.verdict import RejectReason
 @pytest.fixture
 def run() -> Run:
     """A state with two workers and policy 0."""
-    run = Run()
-    run.join("anna", "ben")
-    run.publish()
-    return run
+    return Run(workers=("anna", "ben"))
 
 
 def test_a_worker_holds_no_more_leases_than_the_run_lets(run: Run) -> None:
@@ -52,9 +49,7 @@ def test_the_lowest_open_slots_are_leased_first_and_shared_fairly(run: Run) -> N
 
 
 def test_one_worker_alone_gets_the_whole_step() -> None:
-    run = Run()
-    run.join("anna")
-    run.publish()
+    run = Run(workers=("anna",))
     assert run.granted("anna", 0).slots == (0, 1, 2, 3, 4, 5)
 
 
@@ -74,9 +69,7 @@ def test_a_group_is_never_split(run: Run) -> None:
 
 
 def test_a_policy_serves_its_own_step_and_k_later_ones_and_no_others() -> None:
-    run = Run()
-    run.join("anna")
-    run.publish()
+    run = Run(workers=("anna",))
     steps = [run.granted("anna", 0).step for _ in range(3)]
     for lease in list(run.state.leases.values()):
         run.upload(lease)
@@ -87,9 +80,7 @@ def test_a_policy_serves_its_own_step_and_k_later_ones_and_no_others() -> None:
 
 
 def test_a_worker_with_an_old_policy_learns_the_newest_one() -> None:
-    run = Run(dataclasses.replace(RULES, async_level=0))
-    run.join("anna")
-    run.publish()
+    run = Run(dataclasses.replace(RULES, async_level=0), workers=("anna",))
     run.train("anna", 0)
     refusal = run.lease("anna", 0)
     assert isinstance(refusal, NothingToLease)
@@ -99,9 +90,7 @@ def test_a_worker_with_an_old_policy_learns_the_newest_one() -> None:
 
 
 def test_nothing_is_leased_beyond_the_last_step() -> None:
-    run = Run(dataclasses.replace(RULES, max_steps=1))
-    run.join("anna")
-    run.publish()
+    run = Run(dataclasses.replace(RULES, max_steps=1), workers=("anna",))
     run.accept(run.upload(run.granted("anna", 0)))
     assert isinstance(run.lease("anna", 0), NothingToLease)
     assert not run.state.is_complete, "what no batch has taken may be taken back, and wanted again"
@@ -113,9 +102,7 @@ def test_nothing_is_leased_beyond_the_last_step() -> None:
 
 
 def test_a_run_shorter_than_k_ends() -> None:
-    run = Run(dataclasses.replace(RULES, max_steps=2, async_level=4))
-    run.join("anna")
-    run.publish()
+    run = Run(dataclasses.replace(RULES, max_steps=2, async_level=4), workers=("anna",))
     run.train("anna", 0)
     run.train("anna", 0)
     assert run.state.head == 2
@@ -258,9 +245,7 @@ def test_an_unbanned_worker_may_join_again(run: Run) -> None:
 
 
 def test_the_evidence_of_a_ban_outlives_its_step() -> None:
-    run = Run(dataclasses.replace(RULES, strikes_max=1))
-    run.join("anna", "ben")
-    run.publish()
+    run = Run(dataclasses.replace(RULES, strikes_max=1), workers=("anna", "ben"))
     evidence = run.upload(run.granted("anna", 0))
     run.refuse(evidence, RejectReason.SEED_MISMATCH)
     run.train("ben", 0)
@@ -271,18 +256,14 @@ def test_the_evidence_of_a_ban_outlives_its_step() -> None:
 
 
 def test_the_trainer_is_woken_by_the_last_accepted_group_and_not_before() -> None:
-    run = Run()
-    run.join("anna", "ben")
-    run.publish()
+    run = Run(workers=("anna", "ben"))
     bundles = [run.upload(run.granted(worker, 0)) for worker in ("anna", "ben")]
     assert BATCH_CHANGED not in run.accept(bundles[0])
     assert BATCH_CHANGED in run.accept(bundles[1])
 
 
 def test_a_worker_whose_bundles_wait_for_validators_gets_no_more_work() -> None:
-    run = Run(dataclasses.replace(RULES, bundles_pending_per_worker_max=1))
-    run.join("anna")
-    run.publish()
+    run = Run(dataclasses.replace(RULES, bundles_pending_per_worker_max=1), workers=("anna",))
     bundle = run.upload(run.granted("anna", 0, rollouts_max=2))
     refusal = run.lease("anna", 0)
     assert isinstance(refusal, NothingToLease)
@@ -302,9 +283,7 @@ def test_a_draining_run_leases_nothing_more(run: Run) -> None:
 
 
 def test_the_window_is_all_that_is_kept() -> None:
-    run = Run(dataclasses.replace(RULES, max_steps=40, async_level=1))
-    run.join("anna")
-    run.publish()
+    run = Run(dataclasses.replace(RULES, max_steps=40, async_level=1), workers=("anna",))
     for step in range(30):
         run.train("anna", run.state.head)
         run.do(ev.TrainerDurable(step + 1))

@@ -17,10 +17,7 @@ MARK, OTHER = "a" * 24, "b" * 24
 
 @pytest.fixture
 def run() -> Run:
-    run = Run(dataclasses.replace(RULES, strikes_max=1))
-    run.join("anna", "ben")
-    run.publish()
-    return run
+    return Run(dataclasses.replace(RULES, strikes_max=1), workers=("anna", "ben"))
 
 
 def uploaded(run: Run, worker: str, *, audited: bool = True, seeded: bool = True) -> str:

@@ -203,9 +203,7 @@ END = RULES.max_steps * RULES.groups_per_step
 @pytest.fixture
 def run() -> Run:
     """A state with two workers, and policy 0 under evaluation."""
-    run = Run()
-    run.join("anna", "ben")
-    run.publish()
+    run = Run(workers=("anna", "ben"))
     run.do(ev.EvaluationBegun(0, tuple(range(END, END + 4))))
     return run
 
@@ -265,9 +263,7 @@ def test_a_policy_that_is_leased_no_more_is_evaluated_no_further(run: Run) -> No
 
 
 def test_answers_of_a_worker_that_is_found_out_are_taken_back() -> None:
-    run = Run(replace(RULES, strikes_max=1, escrow_bundles=4, audit_share_min=0.1))
-    run.join("anna", "ben")
-    run.publish()
+    run = Run(replace(RULES, strikes_max=1, escrow_bundles=4, audit_share_min=0.1), workers=("anna", "ben"))
     run.do(ev.EvaluationBegun(0, (END, END + 1)))
     run.accept(run.upload(run.granted("anna", 0), audited=False))
     assert checked(run).evaluations[0].accepted
@@ -276,9 +272,7 @@ def test_answers_of_a_worker_that_is_found_out_are_taken_back() -> None:
 
 
 def test_an_answer_that_bans_its_worker_is_kept_though_the_evaluation_ends_by_it() -> None:
-    run = Run(replace(RULES, strikes_max=1, escrow_bundles=4, audit_share_min=0.1))
-    run.join("anna", "ben")
-    run.publish()
+    run = Run(replace(RULES, strikes_max=1, escrow_bundles=4, audit_share_min=0.1), workers=("anna", "ben"))
     run.do(ev.EvaluationBegun(0, tuple(range(END, END + 3))))
     lease = run.granted("anna", 0, rollouts_max=2)
     first = run.upload(lease)
@@ -315,9 +309,7 @@ def test_a_late_answer_to_a_withdrawn_problem_is_not_accepted(run: Run) -> None:
 
 
 def test_few_results_are_remembered() -> None:
-    run = Run()
-    run.join("anna")
-    run.publish()
+    run = Run(workers=("anna",))
     for policy in range(RULES.max_steps - 1):
         run.do(ev.EvaluationBegun(policy, (END,)))
         run.accept(run.upload(run.granted("anna", policy)))

@@ -19,10 +19,7 @@ from prime_protocol.requests import LeaveRequest, ReturnLeaseRequest
 
 @pytest.fixture
 def run() -> Run:
-    run = Run()
-    run.join("anna", "ben")
-    run.publish()
-    return run
+    return Run(workers=("anna", "ben"))
 
 
 def anna(run: Run) -> WorkerRecord:
@@ -130,9 +127,7 @@ def test_a_worker_that_crashed_keeps_its_charge(run: Run, end: Callable[[Run], o
 
 
 def test_a_lease_larger_than_what_the_worker_asks_for_or_its_share_is_not_offered_again() -> None:
-    run = Run(dataclasses.replace(RULES, workers_max=16))
-    run.join("anna")
-    run.publish()
+    run = Run(dataclasses.replace(RULES, workers_max=16), workers=("anna",))
     lease = run.granted("anna", 0)
     assert len(lease.slots) == 6
     stop(run)

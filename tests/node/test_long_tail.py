@@ -22,9 +22,7 @@ TWICE = dataclasses.replace(RULES, async_level=0, groups_per_step=4, leases_per_
 
 def with_straggler() -> tuple[Run, LeaseRecord]:
     """Anna holds groups 0 and 1 of step 0; Ben has done the others, 100 ms per rollout, and finds nothing open."""
-    run = Run(TWICE)
-    run.join("anna", "ben")
-    run.publish()
+    run = Run(TWICE, workers=("anna", "ben"))
     slow, quick = run.granted("anna", 0, 4), run.granted("ben", 0, 4)
     run.now_ms += 400
     run.accept(run.upload(quick))
@@ -107,9 +105,7 @@ def test_a_slot_is_leased_no_more_often_than_allowed_and_never_twice_to_one_work
 def paced() -> Run:
     """Steps take 1 s; anna takes 50 ms a rollout, ben 4 s: a group of two is 8 s, the last step of the window is 3 s away."""
     rules = dataclasses.replace(RULES, async_level=2, max_steps=20, slow_factor=2.0, lease_ms=10**6)
-    run = Run(rules)
-    run.join("anna", "ben")
-    run.publish()
+    run = Run(rules, workers=("anna", "ben"))
     for worker, ms in (("anna", 50.0), ("ben", 400.0)):
         run.state.workers[worker].rollout_ms = ms
     run.state.rollout_ms, run.state.step_ms = 60.0, 1_000.0

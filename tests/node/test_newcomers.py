@@ -48,9 +48,7 @@ THOUSAND = [f"key {number}" for number in range(1_000)]
 
 def world_of(keys: list[str]) -> Run:
     """Return an honest worker that is known, and some keys of one other network."""
-    run = Run(CROWDED)
-    run.join("honest")
-    run.publish()
+    run = Run(CROWDED, workers=("honest",))
     run.join(*keys, network="theirs")
     return run
 
@@ -250,9 +248,7 @@ async def test_networks_are_distinguished_by_prefixes_and_trusted_ones_have_no_n
 
 
 def test_a_newcomer_that_sits_on_its_leases_does_not_hold_up_the_run() -> None:
-    run = Run()
-    run.join("honest")
-    run.publish()
+    run = Run(workers=("honest",))
     first = run.granted("honest", 0, rollouts_max=2)
     run.now_ms += 20
     run.accept(run.upload(first))  # a rollout takes 10 ms

@@ -29,9 +29,7 @@ def fill(run: Run, policy_version: int, *slots: int) -> None:
 
 def test_the_window_is_of_slots_that_are_not_trained_so_it_never_holds_less_than_a_batch() -> None:
     rules = replace(RULES, groups_per_step=4, batches_per_step=2, selection=Selection.WINDOW, window_groups=2)
-    run = Run(rules)
-    run.join("ben")
-    run.publish()
+    run = Run(rules, workers=("ben",))
     fill(run, 0, 2, 3)
     assert choose_batch(run.state) is None, "the window is slots 0 and 1"
     fill(run, 0, 0, 1)
@@ -42,9 +40,7 @@ def test_the_window_is_of_slots_that_are_not_trained_so_it_never_holds_less_than
 
 def test_a_group_that_would_soon_be_too_old_is_waited_for_by_the_oldest_policy_that_anybody_samples_it_with() -> None:
     rules = replace(RULES, groups_per_step=2, async_level=1, lag_max=1, selection=Selection.READY_FIRST)
-    run = Run(replace(rules, stale=StalePolicy.WAIT, leases_per_slot_max=2))
-    run.join("anna", "ben", "carl")
-    run.publish()
+    run = Run(replace(rules, stale=StalePolicy.WAIT, leases_per_slot_max=2), workers=("anna", "ben", "carl"))
     slow = lease(run, "anna", 0, 0)
     fill(run, 0, 1)
     fill(run, 0, 2)
@@ -61,9 +57,7 @@ def test_a_group_that_would_soon_be_too_old_is_waited_for_by_the_oldest_policy_t
 
 def test_wait_drops_nothing_and_trains_what_became_too_old_meanwhile() -> None:
     rules = replace(RULES, groups_per_step=1, async_level=1, lag_max=0, selection=Selection.LOWEST_VERSION_FIRST)
-    run = Run(replace(rules, stale=StalePolicy.WAIT))
-    run.join("ben")
-    run.publish()
+    run = Run(replace(rules, stale=StalePolicy.WAIT), workers=("ben",))
     fill(run, 0, 0)
     fill(run, 0, 1)
     assert run.fix()
@@ -73,9 +67,10 @@ def test_wait_drops_nothing_and_trains_what_became_too_old_meanwhile() -> None:
 
 
 def test_the_lowest_slot_is_first_though_it_became_ready_later() -> None:
-    run = Run(replace(RULES, groups_per_step=1, async_level=9, max_steps=20, selection=Selection.LOWEST_SLOT_FIRST))
-    run.join("ben")
-    run.publish()
+    run = Run(
+        replace(RULES, groups_per_step=1, async_level=9, max_steps=20, selection=Selection.LOWEST_SLOT_FIRST),
+        workers=("ben",),
+    )
     for slot in (7, 5, 8):
         fill(run, 0, slot)
     assert choose_batch(run.state) == (5,)
@@ -88,9 +83,7 @@ def test_freshest_first_takes_the_newest_policy_and_version_fifo_waits_for_the_o
         (Selection.VERSION_FIFO, None, (2, 3)),
         (Selection.LOWEST_VERSION_FIRST, (3, 4), (2, 3)),
     ]:
-        run = Run(replace(rules, selection=selection))
-        run.join("ben")
-        run.publish()
+        run = Run(replace(rules, selection=selection), workers=("ben",))
         fill(run, 0, 0, 1)
         assert run.fix()
         run.publish()
@@ -105,10 +98,9 @@ def test_freshest_first_takes_the_newest_policy_and_version_fifo_waits_for_the_o
 def prime_rl_today(*, permits: int) -> Run:
     rules = replace(RULES, groups_per_step=6, slots_ahead=12 + permits, async_level=3, max_steps=20)
     rules = replace(rules, leases_per_worker_max=100, bundles_pending_per_worker_max=100)
-    run = Run(replace(rules, selection=Selection.READY_FIRST, inflight_max=permits, max_run_ahead=1))
-    run.join("anna", "ben")
-    run.publish()
-    return run
+    return Run(
+        replace(rules, selection=Selection.READY_FIRST, inflight_max=permits, max_run_ahead=1), workers=("anna", "ben")
+    )
 
 
 def test_groups_are_begun_while_a_permit_is_free_and_shipped_batches_are_few() -> None:

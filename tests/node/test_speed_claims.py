@@ -15,9 +15,7 @@ from prime_node.coordinator.state.scheduler import NothingToLease
 
 def slow_first_lease(claim: Claim | None, *, network: str = "") -> tuple[Run, LeaseRecord]:
     """A newcomer holds a group while all others have delivered theirs; a rollout usually takes 10 ms."""
-    run = Run(dataclasses.replace(RULES, lease_ms=1_000_000))
-    run.join("honest")
-    run.publish()
+    run = Run(dataclasses.replace(RULES, lease_ms=1_000_000), workers=("honest",))
     first = run.granted("honest", 0, rollouts_max=2)
     run.now_ms += 20
     run.accept(run.upload(first))
@@ -73,9 +71,7 @@ def test_a_key_that_abandoned_a_lease_is_not_believed_in_any_network() -> None:
 
 
 def test_a_claim_gives_a_slow_worker_no_more_than_it_can_finish() -> None:
-    run = Run(dataclasses.replace(RULES, slow_factor=2.0))
-    run.join("honest", "slow")
-    run.publish()
+    run = Run(dataclasses.replace(RULES, slow_factor=2.0), workers=("honest", "slow"))
     run.state.step_ms = 1_000.0
     run.state.rollout_ms = 10.0
     run.do(ev.SpeedClaimed("slow", Claim(rollout_ms=400, tokens_per_s=4, download_bytes_per_s=0)))

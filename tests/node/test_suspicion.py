@@ -37,10 +37,7 @@ UNKNOWN = BundleEvidence(worker="other/int4/cuda", validator=CLASS, sums={})
 
 @pytest.fixture
 def run() -> Run:
-    run = Run(WEIGHING)
-    run.join("anna", "ben")
-    run.publish()
-    return run
+    return Run(WEIGHING, workers=("anna", "ben"))
 
 
 def judged(run: Run, worker: str, evidence: BundleEvidence | None, reason: RejectReason | None = None) -> list[Effect]:
@@ -126,9 +123,7 @@ def test_an_unknown_engine_is_banned_by_what_needs_no_calibration_and_is_still_m
 
 
 def test_a_run_without_calibration_weighs_nothing() -> None:
-    run = Run()
-    run.join("anna")
-    run.publish()
+    run = Run(workers=("anna",))
     judged(run, "anna", saying(50.0))
     assert run.state.workers["anna"].banned is None
 

@@ -203,9 +203,10 @@ async def test_an_audited_bundle_that_no_validator_judges_in_time_has_its_worker
 
 
 def test_one_audit_that_is_passed_ends_the_audits_in_full() -> None:
-    run = Run(dataclasses.replace(RULES, audit_share_min=0.25, newcomer_bundles=2, escrow_bundles=3, max_steps=20))
-    run.join("anna")
-    run.publish()
+    run = Run(
+        dataclasses.replace(RULES, audit_share_min=0.25, newcomer_bundles=2, escrow_bundles=3, max_steps=20),
+        workers=("anna",),
+    )
     worker = run.state.workers["anna"]
     worker.audit_score = 20
     unaudited = run.upload(run.granted("anna", 0, rollouts_max=2), audited=False)
