@@ -130,8 +130,9 @@ def _of_release(extras: tuple[str, ...], folder: Path, kept: dict[str, Any]) -> 
         f"{source if '://' in source else f'file://{source}'}/{kept.get('wheel', '')}#sha256={kept.get('sha256', '')}"
     )
     wanted = f"prime-node[{','.join(extras)}] @ {wheel}"
-    python = Path(sys.prefix) / "bin" / "python"
-    return f"pip --python {shlex.quote(str(python))} install {shlex.quote(wanted)}"
+    python = shlex.quote(str(Path(sys.prefix) / "bin" / "python"))
+    pip = f"{python} -m pip" if _has_pip() else f"python3 -m pip --python {python}"
+    return f"{pip} install {shlex.quote(wanted)}"
 
 
 def _parts(roles: tuple[str, ...]) -> tuple[str, ...]:
@@ -150,11 +151,15 @@ def _installer() -> str:
         return "uv tool install --force"
     if (Path(sys.prefix) / "pipx_metadata.json").is_file():
         return "pipx install --force"
+    return "pip install" if _has_pip() else "uv pip install"
+
+
+def _has_pip() -> bool:
     try:
         distribution("pip")  # not find_spec: setuptools hooks the search for pip, and warns
     except PackageNotFoundError:
-        return "uv pip install"
-    return "pip install"
+        return False
+    return True
 
 
 def _wheel_address() -> str | None:
