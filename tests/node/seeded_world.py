@@ -34,6 +34,8 @@ from prime_lab.virtual_tcp import VirtualTcp
 from prime_node.adapters.link import link_client
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.journal_replay import JournalReplay
+from prime_node.coordinator.state.rules import rules_of
+from prime_node.coordinator.state_follower import restore_state
 from prime_node.patience import Backoff
 from prime_node.ports.transport import Unreachable
 from prime_protocol.assignment import Lease
@@ -337,10 +339,12 @@ class Cluster:
         for shown in self.heads:
             assert shown.num_entries < len(digests), "a ledger head that was shown is longer than the ledger"
             assert digests[shown.num_entries] == shown.digest, "a ledger head that was shown contradicts the ledger"
+        _, state = await restore_state(self.disk.store, rules_of(self.setting.run))
         for bundle, lease in self.promised.items():
-            stored = await self.disk.store.receipt(bundle)
-            assert stored is not None, f"bundle {bundle[:12]} was acknowledged and is lost"
-            assert stored.lease_id == lease, f"bundle {bundle[:12]} has another lease"
+            stored, pending = await self.disk.store.receipt(bundle), state.bundles.get(bundle)
+            assert stored or pending, f"bundle {bundle[:12]} was acknowledged and is lost"
+            assert pending is None or pending.lease.lease_id == lease, f"bundle {bundle[:12]} has another lease"
+            assert stored is None or stored.lease_id == lease, f"bundle {bundle[:12]} has another lease"
         for bundle in self.accepted:
             assert final[bundle].status is BundleStatus.ACCEPTED, f"bundle {bundle[:12]} was accepted, and is no more"
         leases = Counter(receipt.lease_id for receipt in final.values())

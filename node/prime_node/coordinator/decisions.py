@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
 
 from prime_node.coordinator.checks import CheckQueue
 from prime_node.coordinator.evaluating import Evaluations
@@ -69,6 +70,11 @@ class Decisions:
     async def synced(self) -> None:
         """Return once every event so far is durable. Raise RemoteError(UNAVAILABLE) if that has become impossible."""
         await self._journal.synced()
+
+    async def note_pending(self, bundles: Iterable[str]) -> None:
+        """Store the receipts of those of these bundles that are pending. Raise RemoteError(UNAVAILABLE) if that fails."""
+        if pending := [self.state.bundles[bundle] for bundle in bundles if bundle in self.state.bundles]:
+            await self._journal.note_pending(pending)
 
     async def answerable(self) -> None:
         """Return once an answer may be given: all that it may depend on is durable. Raise RemoteError(UNAVAILABLE)."""

@@ -11,7 +11,8 @@ same holds if `tick` raises: it may have applied half of the event, and the log 
 Snapshots come from a copy of the state that follows the log in a thread (state_copy.py). So neither answers nor ticks wait for
 them. With each snapshot, the events that it replaces are archived (journal_archive.py).
 
-A settled receipt becomes a line of the ledger (prime_protocol/ledger.py) in the transaction of the event that settled it.
+A settled receipt becomes a line of the ledger (prime_protocol/ledger.py) in the transaction of the event that settled it. The
+receipt of a pending bundle is made when its worker asks for it (api/receipts.py): most bundles have a verdict before that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from prime_node.coordinator.journal_archive import JournalArchive, open_archive
 from prime_node.coordinator.journal_segments import LedgerPoint
@@ -27,7 +28,7 @@ from prime_node.coordinator.ledger import load_chain, settled_last_ms
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import invariants
 from prime_node.coordinator.state.effects import BundleForgotten, Effect, Settled
-from prime_node.coordinator.state.records import State
+from prime_node.coordinator.state.records import PendingBundle, State
 from prime_node.coordinator.state.tick import tick
 from prime_node.coordinator.state_copy import StateCopy
 from prime_node.ports.clock import Clock
@@ -77,6 +78,9 @@ class Journal:
         self._forgotten: list[str] = []
         self._wanted = asyncio.Event()
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._num_writes = 0
+        self._noted: deque[tuple[int, asyncio.Future[None]]] = deque()
+        """Writes with the receipts of pending bundles for which someone waits."""
         self._archive = archive
         self._written = LedgerPoint(ledger.num_entries, ledger.digest)
         """End of the ledger after the last durable event."""
@@ -112,10 +116,22 @@ class Journal:
         self._number += 1
         self._events.append(LoggedEvent(self._number, at_ms, ev.event_to_json(event)))
         for settled in (effect for effect in effects if isinstance(effect, Settled)):
-            self._note(settled)
+            if settled.status is not BundleStatus.PENDING:
+                self._note(settled)
         self._forgotten += [effect.bundle for effect in effects if isinstance(effect, BundleForgotten)]
         self._wanted.set()
         return effects
+
+    async def note_pending(self, pending: Iterable[PendingBundle]) -> None:
+        """Sign receipts of pending bundles, and return once they are stored. Raise RemoteError(UNAVAILABLE) if that fails."""
+        if self._failed or self._closing:
+            raise _unavailable()
+        for one in pending:
+            self._note(Settled(one.bundle, one.lease, one.num_rollouts, 0, BundleStatus.PENDING))
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._noted.append((self._num_writes + 1, future))
+        self._wanted.set()
+        await future
 
     async def synced(self) -> None:
         """Return once every event so far is durable. Raise RemoteError(UNAVAILABLE) if that has become impossible.
@@ -146,7 +162,7 @@ class Journal:
                 await self._write_once(forget)
                 if self._saving is not None and self._saving.done():
                     self._saving.result()  # raises what ended it
-                if self._closing and not self._events:
+                if self._closing and not self._events and not self._receipts:
                     await self._save_last()
                     return
                 if self._is_snapshot_due() and (self._saving is None or self._saving.done()):
@@ -156,7 +172,7 @@ class Journal:
             self._failed = True
             if self._saving is not None:
                 self._saving.cancel()
-            for _, future in (*self._waiting, *self._asked):
+            for _, future in (*self._waiting, *self._noted, *self._asked):
                 if not future.done():
                     future.set_exception(_unavailable())
             raise
@@ -205,12 +221,15 @@ class Journal:
         written, receipts, lines, forgotten = self._events, self._receipts, self._lines, self._forgotten
         self._events, self._receipts, self._lines, self._forgotten = [], [], [], []
         number, end = self._number, LedgerPoint(self.ledger.num_entries, self.ledger.digest)
-        if written:
+        self._num_writes += 1
+        write = self._num_writes
+        if written or receipts:
             await self._store.append(written, _latest(receipts), lines)
             self._uncopied += written
             self._written = end
         self._durable = number
         _release(self._waiting, number)
+        _release(self._noted, write)
         if forgotten:
             forget(forgotten)
 
@@ -278,7 +297,7 @@ def _leased_last_ms(state: State) -> int:
 
 
 def _release(waiting: deque[tuple[int, asyncio.Future[None]]], number: int) -> None:
-    """Wake those who wait for events up to a number."""
+    """Wake those who wait for what has numbers up to this one."""
     while waiting and waiting[0][0] <= number:
         _, future = waiting.popleft()
         if not future.done():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.decisions import Decisions
@@ -40,6 +40,8 @@ class ReceiptLists:
     key: SigningKey
     decisions: Decisions
     store: Store
+    _noted: set[str] = field(default_factory=set)
+    """Pending bundles whose receipts are in the store, as far as this process knows."""
 
     async def receipts(self, signer: str, request: ReceiptsRequest) -> ReceiptList:
         """Return the receipts of a worker's bundles, by their last change. Banned and former workers get them too."""
@@ -47,11 +49,24 @@ class ReceiptLists:
         if worker is not None and audits.is_releasable(self.decisions.state, worker):
             self.decisions.decide(ev.EscrowReleased((signer,)))
         await self.decisions.synced()  # the store must have caught up with the state before it is read
+        if worker is not None:
+            await self._note_pending(worker.pending)
         found, cursor = await self.store.receipts_of(
             signer, after=request.after, limit=RECEIPTS_MAX, chars_max=RECEIPTS_CHARS_MAX
         )
         signed = (self._by_todays_key(receipt.envelope) for receipt in found)
         return ReceiptList(receipts=tuple(filter(None, signed)), next=cursor)
+
+    async def _note_pending(self, bundles: Sequence[str]) -> None:
+        """Store the receipts of pending bundles that have none."""
+        unknown = [bundle for bundle in bundles if bundle not in self._noted]
+        if not unknown:
+            return
+        await self.decisions.note_pending([one for one in unknown if await self.store.receipt(one) is None])
+        self._noted.update(unknown)
+        pending = self.decisions.state.bundles
+        if len(self._noted) > 2 * len(pending) + 16:
+            self._noted.intersection_update(pending)
 
     def release_escrows(self) -> None:
         """Release the escrow of all workers whose bundles are judged, at the end of the run."""
@@ -64,7 +79,8 @@ class ReceiptLists:
             self.decisions.decide(ev.EscrowReleased(tuple(workers)))
 
     async def is_known(self, bundle: str) -> bool:
-        """Return whether a bundle has a receipt."""
+        """Return whether a bundle that is not pending has a receipt."""
+        await self.decisions.synced()
         return await self.store.receipt(bundle) is not None
 
     async def replaced(self, bundle: str) -> ev.Replaced:
