@@ -35,6 +35,7 @@ from prime_node.coordinator.state.snapshot import state_to_json
 from prime_node.coordinator.state_follower import restore_state
 from prime_node.folder_lock import FolderLock
 from prime_protocol.errors import LocalError
+from prime_protocol.requests import ReceiptsRequest
 
 RUN = make_run()
 
@@ -67,6 +68,7 @@ async def work(world: World) -> None:
         await world.client(key).upload(make_parcel(await world.lease(key, rollouts_max=2), key))
         await world.judge()
     await world.client(ANNA).upload(make_parcel(await world.lease(ANNA, rollouts_max=2), ANNA))
+    await world.client(ANNA).receipts(ReceiptsRequest())  # makes the pending one
     await world.lease(BEN, rollouts_max=2)
 
 
