@@ -20,6 +20,13 @@ from tests.node.coordinator_world import (
 )
 from tests.node.test_coordinator_intake import HeldStore
 
+from prime_node.adapters.system_clock import SystemClock
+from prime_node.coordinator.api.receipts import receipt_signer
+from prime_node.coordinator.assignments import Assigner
+from prime_node.coordinator.journal import open_journal
+from prime_node.coordinator.state import events as ev
+from prime_node.coordinator.state.rules import rules_of
+from prime_node.coordinator.state_follower import restore_state
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import ReceiptsRequest
@@ -105,6 +112,37 @@ async def test_a_verdict_that_is_sent_again_while_the_first_is_written_is_known(
         assert not (await asyncio.wait(verdicts, timeout=0.2))[0]
         store.may_write.set()
         await asyncio.gather(*verdicts)
+
+
+async def test_a_receipt_that_is_made_during_the_last_write_is_stored_before_the_journal_ends() -> None:
+    """Before, its handler would have waited without end."""
+    store = HeldStore()
+    async with running(dataclasses.replace(memory_parts(make_run()), store=store)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        bundle = await upload(world)
+        _, state = await restore_state(store, rules_of(world.run))
+    journal = await open_journal(
+        store,
+        await restore_state(store, rules_of(world.run)),
+        clock=SystemClock(),
+        sign_receipt=receipt_signer(
+            world.run, COORDINATOR, Assigner(world.run, secret=b"", environments={}, tokenizer=None)
+        ),
+        snapshot_events=100,
+    )
+    writer = asyncio.create_task(journal.write(lambda bundles: None))
+    store.may_write.clear()
+    journal.record(ev.DrainSet())
+    await asyncio.sleep(0.05)  # the write has begun
+    noted = asyncio.create_task(journal.note_pending([state.bundles[bundle]]))
+    await asyncio.sleep(0)
+    journal.close()
+    store.may_write.set()
+    async with asyncio.timeout(10.0):
+        await noted
+        await writer
+    assert await store.receipt(bundle) is not None
 
 
 async def test_no_receipt_is_promised_after_the_disk_has_failed() -> None:
