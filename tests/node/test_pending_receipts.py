@@ -134,7 +134,8 @@ async def test_a_receipt_that_is_made_during_the_last_write_is_stored_before_the
     writer = asyncio.create_task(journal.write(lambda bundles: None))
     store.may_write.clear()
     journal.record(ev.DrainSet())
-    await asyncio.sleep(0.05)  # the write has begun
+    for _ in range(8):  # turns of the loop, until the write has begun
+        await asyncio.sleep(0)
     noted = asyncio.create_task(journal.note_pending([state.bundles[bundle]]))
     await asyncio.sleep(0)
     journal.close()
