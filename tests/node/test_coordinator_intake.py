@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
+from tests.node.held_store_world import HeldStore
 
 from prime_lab.memory_blobs import MemoryBlobs
 from prime_lab.memory_store import MemoryStore
@@ -40,31 +40,12 @@ from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.records import LeaseRecord, Publication, State
 from prime_node.coordinator.state.rules import rules_of
 from prime_node.coordinator.state_follower import restore_state
-from prime_node.ports.store import LoggedEvent, StoredReceipt
 from prime_node.ports.web import parse_range
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError, TransientFault
 from prime_protocol.requests import ReceiptsRequest
 from prime_protocol.run_spec import EnvironmentSpec
 from prime_protocol.verdict import Verdict
-
-
-class HeldStore(MemoryStore):
-    """Store whose disk a test can block or break."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.may_write = asyncio.Event()
-        self.may_write.set()
-        self.broken = False
-
-    async def append(
-        self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = (), ledger: Sequence[str] = ()
-    ) -> None:
-        await self.may_write.wait()
-        if self.broken:
-            raise OSError(28, "No space left on device")
-        await super().append(events, receipts, ledger)
 
 
 async def test_an_upload_that_cannot_be_stored_may_be_repeated(tmp_path: Path) -> None:

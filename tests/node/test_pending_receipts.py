@@ -18,7 +18,7 @@ from tests.node.coordinator_world import (
     memory_parts,
     running,
 )
-from tests.node.test_coordinator_intake import HeldStore
+from tests.node.held_store_world import HeldStore
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.coordinator.api.receipts import receipt_signer

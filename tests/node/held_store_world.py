@@ -1,0 +1,27 @@
+"""A store in memory whose disk a test can block or break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from prime_lab.memory_store import MemoryStore
+from prime_node.ports.store import LoggedEvent, StoredReceipt
+
+
+class HeldStore(MemoryStore):
+    """Store whose disk a test can block or break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.broken = False
+
+    async def append(
+        self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = (), ledger: Sequence[str] = ()
+    ) -> None:
+        await self.may_write.wait()
+        if self.broken:
+            raise OSError(28, "No space left on device")
+        await super().append(events, receipts, ledger)
