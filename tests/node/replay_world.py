@@ -22,10 +22,8 @@ from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.cli.wire_training import train_backend
 from prime_node.ports.train_backend import CommittedTensors, Loss, PackedBatch, StepStats
 from prime_node.ports.train_samples import TrainSample
-from prime_node.replay.finding import ReplayReport, StepFinding
-from prime_node.replay.material import Material
-from prime_node.replay.progress import ReplayProgress
-from prime_node.replay.recording import RecordedSource
+from prime_node.replay.finding import RecordedSource, ReplayReport, StepFinding
+from prime_node.replay.material import Material, ReplayProgress
 from prime_node.replay.reexecution import Reexecution
 from prime_node.trainer.config import TrainerConfig
 from prime_node.trainer.lessons import Lessons

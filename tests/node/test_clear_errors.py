@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from prime_node.adapters.storage.sqlite_store import open_sqlite
 from prime_node.cli import doctor
-from prime_node.cli.finding import Finding
 from prime_node.cli.main import app
 from prime_node.cli.missing_extra import how_to_install
 from prime_node.cli.options import Options
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.run_trial import Finding
 from prime_node.cli.wire_store import open_blobs, open_database, read_store
 from prime_protocol.errors import LocalError
 

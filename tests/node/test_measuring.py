@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from prime_node.adapters.models.tiny_model import initial_weights
-from prime_node.cli.measured_pieces import MeasuredPieces
-from prime_node.cli.measuring import Measurement, MeasurementPlan, MeasurementProgress
+from prime_node.cli.measuring import MeasuredPieces, Measurement, MeasurementPlan, MeasurementProgress
 from prime_node.cli.wire_classes import class_of_kind, worker_kind
 from prime_node.cli.wire_measurement import random_model
 from prime_node.validator.calibrating import LeaseSeries, random_prompts

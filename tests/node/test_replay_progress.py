@@ -12,7 +12,7 @@ from tests.node.replay_world import replayable_run, replayed, trained
 from tests.time_world import VirtualClock
 
 from prime_node.cli.replay import LINE_S, show_progress
-from prime_node.replay.progress import ReplayProgress
+from prime_node.replay.material import ReplayProgress
 
 
 @dataclass

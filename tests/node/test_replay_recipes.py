@@ -16,8 +16,7 @@ from prime_node.broadcast.audit.safetensors_file import read_weights, write_safe
 from prime_node.cli.main import app
 from prime_node.cli.replay_target import ReplayOptions, replay_target
 from prime_node.envs.settings import EnvironmentSettings
-from prime_node.replay.finding import ReplayOutcome
-from prime_node.replay.recording import FINDING
+from prime_node.replay.finding import FINDING, ReplayOutcome
 from prime_protocol.adapters import AdapterSpec, unit_for
 from prime_protocol.errors import LocalError
 from prime_protocol.limits import REPLAY_DAYS_MAX

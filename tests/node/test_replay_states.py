@@ -17,9 +17,8 @@ from tests.node.trainer_world import CONFIG
 from prime_node import __version__
 from prime_node.cli.evidence import repeat_finding
 from prime_node.replay.checks import check_bounds
-from prime_node.replay.finding import ReplayOutcome, ReplayReport, Unfaithful
+from prime_node.replay.finding import RecordedSource, ReplayOutcome, ReplayReport, Unfaithful
 from prime_node.replay.material import Material
-from prime_node.replay.recording import RecordedSource
 
 MADE_HERE = {"software": f"prime-node {__version__}"}
 

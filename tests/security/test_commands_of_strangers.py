@@ -32,7 +32,7 @@ from prime_node.cli.wire_store import store_setting
 from prime_node.coordinator.new_run import TinyModel
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.keyfile import load_key
-from prime_node.replay.recording import FINDING
+from prime_node.replay.finding import FINDING
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.control import read_control
 from prime_node.worker.status import read_status

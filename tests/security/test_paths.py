@@ -49,7 +49,7 @@ ALLOWED = {
     "cli/kernels.py": OWN_FOLDER,
     "cli/key_request.py": "a role and a number",
     "cli/keys.py": "a number",
-    "cli/measured_pieces.py": "a digest, and numbers of our own pieces",
+    "cli/measuring.py": "a digest, and numbers of our own pieces",
     "cli/place.py": "a role",
     "cli/run_dir.py": "a role and a number",
     "cli/seed.py": A_DIGEST,

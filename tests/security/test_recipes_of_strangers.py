@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from prime_node.cli.evidence import repeat_finding
-from prime_node.replay.recording import FINDING
+from prime_node.replay.finding import FINDING
 from prime_node.trainer.pinned_recipe import config_of
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError

@@ -187,8 +187,7 @@ def _measured(
     """Measure all plans, with progress on the screen. Raises LocalError; ends the command if it is interrupted."""
     from dataclasses import replace
 
-    from prime_node.cli.measured_pieces import calibrations_folder
-    from prime_node.cli.measuring import Measurement
+    from prime_node.cli.measuring import Measurement, calibrations_folder
     from prime_node.patience import unless
 
     pairs: list[PairMoments] = []

@@ -23,11 +23,11 @@ from typing import IO, Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from prime_node.cli.finding import Finding
 from prime_node.cli.missing_extra import how_to_install
 from prime_node.cli.options import AsJson
 from prime_node.cli.place import HOME, given_link, parse_link
 from prime_node.cli.run_status import RunStatus, clock_ahead_s, run_pace, run_status
+from prime_node.cli.run_trial import Finding
 from prime_node.cli.say import say
 from prime_node.cli.wire_classes import has_gpu_driver, slow_arithmetic, vllm_extra
 from prime_node.keyfile import load_key

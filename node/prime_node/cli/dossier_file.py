@@ -102,7 +102,7 @@ def _former_keys(run: PinnedRun, dated: list[tuple[Envelope, int]]) -> list[str]
     Raises RemoteError if one is dated after the ring that replaced its key. A ban by a later key vouches for the receipts
     that it counts: between a ring's date and its arrival at the coordinator, the former key signed them.
     """
-    from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
+    from prime_node.broadcast.audit.ledger_audit import former_key, former_key_notes
 
     formers = [former_key(run, envelope, at_ms) for envelope, at_ms in dated]
     ban = formers[0]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
+from prime_node.broadcast.audit.ledger_audit import former_key, former_key_notes
 from prime_node.cli.dossier_file import open_lines, read_dossier_part
 from prime_protocol import limits
 from prime_protocol.assignment import Lease
@@ -123,7 +123,7 @@ def repeat_finding(
     """Repeat the checks of a folder of evidence, and exit with the code of what follows. Raises LocalError."""
     from prime_node.cli.replay_target import REPEATED
     from prime_node.envs.settings import EnvironmentSettings
-    from prime_node.replay.recording import FINDING
+    from prime_node.replay.finding import FINDING
 
     try:
         found = json.loads(read_regular((folder / FINDING).resolve(), bytes_max=FINDING_BYTES_MAX))

@@ -2,10 +2,14 @@
 
 One engine samples a lease, and each judging engine scores it, before the next lease begins. So the progress is that of finished
 tokens, and all engines of a measurement are in memory at the same time. Engines start only if the cache lacks something.
+
+The cache holds what was measured of a pair of engines, in pieces.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_node.cli import wire, wire_scorers
-from prime_node.cli.measured_pieces import MeasuredPieces
 from prime_node.cli.wire_classes import class_of_kind, device_name, engine_builds
+from prime_node.config import user_cache
+from prime_node.files import write_durably
 from prime_node.ports.engine import Engine, EngineMismatch, Scorer
 from prime_node.validator.alternatives import Alternative, in_words, sample_alternative, tokens_until_ban
 from prime_node.validator.calibrating import (
@@ -30,10 +35,53 @@ from prime_node.validator.calibrating import (
 )
 from prime_protocol.assignment import Lease
 from prime_protocol.calibration import PairMoments
+from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError
 from prime_protocol.evidence import Moments
 from prime_protocol.rollout import Rollouts
 from prime_protocol.weights import Weights, root_of
+
+KEY_FILE = "key.json"
+DIGEST_BYTES = 32
+"""Digest at the end of a piece, where a zip file may have a comment: the format's own sums do not cover all of it."""
+
+
+def calibrations_folder() -> Path:
+    """Return the folder of all measurements of this user."""
+    return user_cache() / "calibrations"
+
+
+class MeasuredPieces:
+    """Pieces of one measurement. Other engines, weights, prompts or settings are another measurement."""
+
+    def __init__(self, key: Mapping[str, Any]) -> None:
+        """Open the measurement that `key` describes, a JSON object. Nothing is written yet."""
+        text = json.dumps(key, indent=1, sort_keys=True)
+        self._key = text
+        self.folder = calibrations_folder() / digest_of(text.encode())[:32]
+
+    def read(self, name: str) -> dict[str, npt.NDArray[Any]] | None:
+        """Return the arrays of a piece; None if it is missing or damaged."""
+        try:
+            stored = (self.folder / f"{name}.npz").read_bytes()
+        except OSError:
+            return None
+        if digest_of(data := stored[:-DIGEST_BYTES]) != stored[-DIGEST_BYTES:].hex():
+            return None
+        with np.load(io.BytesIO(data), allow_pickle=False) as found:
+            return {key: found[key] for key in found.files}
+
+    def write(self, name: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Keep a piece, durably. Raises OSError."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / KEY_FILE).exists():
+            write_durably(self.folder / KEY_FILE, self._key.encode())
+        data = io.BytesIO()
+        named: dict[str, Any] = dict(arrays)
+        np.savez(data, **named)
+        written = data.getvalue()
+        write_durably(self.folder / f"{name}.npz", written + bytes.fromhex(digest_of(written)))
+
 
 TOKENS_MIN = 2_000
 """Tokens of a pair below which nothing is calibrated."""

@@ -26,7 +26,7 @@ from prime_node.ports.clock import Clock
 if TYPE_CHECKING:
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.replay.finding import StepFinding
-    from prime_node.replay.progress import ReplayProgress
+    from prime_node.replay.material import ReplayProgress
 
 
 def replay(
@@ -156,7 +156,7 @@ async def replay_report(target: str, options: ReplayOptions, settings: Environme
     from prime_node.cli import wire
     from prime_node.cli.kernels import ready_kernels
     from prime_node.patience import cancel_all
-    from prime_node.replay.progress import ReplayProgress
+    from prime_node.replay.material import ReplayProgress
 
     console = None if as_json else Console(highlight=False, soft_wrap=True)
 

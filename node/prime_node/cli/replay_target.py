@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from prime_node.ports.transport import LedgerSource, ReplaySource
     from prime_node.replay.checks import BatchChecks
     from prime_node.replay.finding import ReplayReport, StepFinding
-    from prime_node.replay.material import Material
-    from prime_node.replay.progress import ReplayProgress
+    from prime_node.replay.material import Material, ReplayProgress
     from prime_node.trainer.config import TrainerConfig
     from prime_node.trainer.step_runner import StepRunner
     from prime_protocol.verdict import Receipt
@@ -81,10 +80,8 @@ async def replay_target(
     `progress` is kept up to date meanwhile.
     """
     from prime_node.broadcast.follow.pinned import fetch_key_rings
-    from prime_node.replay.finding import ReplayReport
-    from prime_node.replay.material import Material
-    from prime_node.replay.progress import ReplayProgress
-    from prime_node.replay.recording import RecordedSource
+    from prime_node.replay.finding import RecordedSource, ReplayReport
+    from prime_node.replay.material import Material, ReplayProgress
     from prime_protocol.run_spec import open_run_spec
 
     if options.evidence is not None and options.evidence.exists() and any(options.evidence.iterdir()):
@@ -344,7 +341,7 @@ class _TargetReplay:
 
     def _require_bundles(self, steps: Sequence[int]) -> None:
         """Raise RemoteError if the RunSpec gives this caller no bundles."""
-        from prime_node.replay.recording import FINDING
+        from prime_node.replay.finding import FINDING
         from prime_protocol.key_ring import Role
         from prime_protocol.replay import BundleAccess
 

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_node.cli.finding import Finding
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 
 if TYPE_CHECKING:
@@ -28,6 +27,21 @@ if TYPE_CHECKING:
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.identity import SigningKey
     from prime_protocol.run_spec import JoinLink, PinnedRun
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `needed_for` is empty if nothing works without it."""
+
+    what: str
+    ok: bool
+    seen: str
+    advice: str = ""
+    needed_for: str = ""
+    tokens_per_s: float | None = None
+    """Measured speed of the engine, in its own line."""
+
 
 DISK_BYTES = 32 * 2**20
 DISK_BYTES_PER_S_MIN = 2 * 2**20

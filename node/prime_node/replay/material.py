@@ -2,14 +2,18 @@
 
 Waiting: each method waits for the source and retries nothing. Everything is checked against what the RunSpec and the manifests
 sign. What a source lacks, or sends with other bytes, raises Withheld; what is signed and cannot be true, Unfaithful.
+
+The progress of a re-execution is shown, because a step of a real model takes minutes. Any of its threads writes, one reader
+reads.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,7 +22,6 @@ from typing import TypeVar
 from prime_node.patience import may_pass
 from prime_node.ports.transport import ReplaySource, Unreachable
 from prime_node.replay.finding import ReplayFault, Unfaithful, Withheld
-from prime_node.replay.progress import ReplayProgress
 from prime_protocol.chain import check_link, checked_manifest
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, parse_json
@@ -29,6 +32,40 @@ from prime_protocol.replies import NotYet, TrainBatch
 from prime_protocol.requests import BatchRequest, BundleRequest
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.training_state import TrainingState, TrainingTensor, open_training_state
+
+
+@dataclass(slots=True)
+class ReplayProgress:
+    """Place of a re-execution. Example of its text: "step 41 of 40 to 49: passes 12 of 64"."""
+
+    step: str = ""
+    """What is worked on."""
+    _parts: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    def note(self, part: str, done: int, total: int) -> None:
+        """Note that `done` of `total` pieces of a part are done. A complete part is shown no longer."""
+        if done < total:
+            self._parts[part] = (done, total)
+        else:
+            self._parts.pop(part, None)
+
+    @contextlib.contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """Note a part without pieces, as long as the context lasts."""
+        self.note(part, 0, 1)
+        try:
+            yield
+        finally:
+            self.note(part, 1, 1)
+
+    @property
+    def text(self) -> str:
+        """The place as text for people; empty before the beginning."""
+        parts = [
+            part if total == 1 else f"{part} {done} of {total}" for part, (done, total) in list(self._parts.items())
+        ]
+        return ": ".join(filter(None, (self.step, ", ".join(parts))))
+
 
 T = TypeVar("T")
 MASTERS = ("model.", "critic.model.")

@@ -14,15 +14,19 @@
 If (2) to (5) fail by two statements that the coordinator signed itself, both are kept: together they convict it. A
 statement by a former key that is dated after the key ring that replaced it is no evidence. If (6) fails, the
 head alone convicts the coordinator, with the lines that it covers.
+
+Reports name statements that a former coordinator key signed. A key ring replaces a key that was stolen, or that is out of use.
+A statement of such a key that is dated after the ring is void: the coordinator no longer used the key then. The thief can date
+a statement before the ring; no signature shows that.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from prime_node.broadcast.audit.former_keys import former_key, former_key_notes
+from prime_node.broadcast.audit.audit_report import date_of
 from prime_node.broadcast.audit.seed_audit import Render, SeedAudit, SeedReport
 from prime_node.ports.transport import LedgerSource
 from prime_protocol import limits
@@ -33,6 +37,35 @@ from prime_protocol.key_ring import Role
 from prime_protocol.ledger import LedgerChain, LedgerHead, open_ledger_head
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BundleStatus, Receipt
+
+
+@dataclass(frozen=True, slots=True)
+class FormerKey:
+    """The key ring that replaced a statement's signer."""
+
+    ring: int
+    """Version of the key ring."""
+    is_void: bool
+    """Whether the statement is dated after the ring."""
+    text: str
+    """Example: `signed by a former key, replaced by ring 1 of 2026-11-23 00:00 UTC`."""
+
+
+def former_key(run: PinnedRun, envelope: Envelope, at_ms: int) -> FormerKey | None:
+    """Return the ring that replaced the signer of a verified statement of `at_ms`; None if a current key signed it."""
+    ring = run.keys.replaced_by(envelope, Role.COORDINATOR)
+    if ring is None:
+        return None
+    is_void = at_ms > ring.created_at_ms
+    text = f"signed by a former key, replaced by ring {ring.version} of {date_of(ring.created_at_ms)}"
+    return FormerKey(ring.version, is_void, f"{text}, and dated after it" if is_void else text)
+
+
+def former_key_notes(signers: Iterable[FormerKey | None]) -> list[str]:
+    """Return a line for each kind of statement by a former key, with their number."""
+    counts = Counter(one.text for one in signers if one is not None)
+    return [f"{count:,} statement{'s are' if count > 1 else ' is'} {text}" for text, count in counts.items()]
+
 
 HEAD_OLD_S = limits.LEDGER_HEAD_S_MAX + limits.REQUEST_AGE_S_MAX
 """Age of a live coordinator's head, by another machine's clock, above which the coordinator withholds a newer one."""
