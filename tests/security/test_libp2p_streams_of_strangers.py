@@ -182,16 +182,55 @@ async def test_streams_that_both_sides_have_finished_with_do_not_count() -> None
             await stream.close()
 
 
+@pytest.mark.parametrize("opens", [False, True])
+@on_trio
+async def test_bytes_to_streams_that_were_never_open_or_have_ended_cut_the_link(opens: bool) -> None:
+    """Before, a stranger could send frames of 64 KiB to stream 999 for ever, and kept its link."""
+    body = bytes(2**15)
+    async with linked() as (stranger, ours):
+        link = stranger.get_network().get_connections(ours.get_id())[0].muxed_conn
+        [connection] = ours.get_network().get_connections(stranger.get_id())
+        name, sent = link.next_stream_id + 100, 0
+        if opens:
+            for flag in (library.FLAG_SYN, library.FLAG_RST):
+                await link._write_frame(HEADER.pack(0, library.TYPE_WINDOW_UPDATE, flag, name, 0))
+        with suppress(IOException):
+            while not connection.muxed_conn.event_closed.is_set():
+                await link._write_frame(HEADER.pack(0, library.TYPE_DATA, 0, name, len(body)) + body)
+                sent += len(body)
+                await trio.sleep(0.02)
+        assert connection.muxed_conn.credit >= 0
+        windows = sent / library.DEFAULT_WINDOW_SIZE
+        assert 1 <= windows < 10 if opens else windows < 1
+
+
+@on_trio
+async def test_what_was_on_its_way_to_a_stream_that_we_reset_or_refuse_cuts_no_link() -> None:
+    body = bytes(library.DEFAULT_WINDOW_SIZE)  # and no name of a protocol
+    async with linked() as (stranger, ours):
+        link = stranger.get_network().get_connections(ours.get_id())[0].muxed_conn
+        [connection] = ours.get_network().get_connections(stranger.get_id())
+        first = link.next_stream_id + 100
+        for name in range(first, first + 2 * MANY, 2):
+            await link._write_frame(HEADER.pack(0, library.TYPE_WINDOW_UPDATE, library.FLAG_SYN, name, 0))
+        for name in range(first, first + 2 * MANY, 2):
+            await link._write_frame(HEADER.pack(0, library.TYPE_DATA, 0, name, len(body)) + body)
+        while connection.muxed_conn.credit >= 8 * len(body):  # those of the library's own streams are left
+            await trio.sleep(0.01)
+        assert not connection.muxed_conn.event_shutting_down.is_set()
+
+
 @on_virtual_trio
 async def test_small_frames_are_processed_at_a_bounded_rate() -> None:
     """Before, one link that sent bare headers at 14 Mbit/s delayed the answers to all other links by half a second."""
     _, listened = await sessions(Noise, Noise)
     for frame, turns in (
-        (HEADER.pack(0, library.TYPE_WINDOW_UPDATE, 0, 999, 1), 8),
-        (HEADER.pack(0, library.TYPE_DATA, 0, 999, 1) + b"x", 8),
-        (HEADER.pack(0, library.TYPE_DATA, 0, 999, SMALL_BYTES) + bytes(SMALL_BYTES), 0),
+        (HEADER.pack(0, library.TYPE_WINDOW_UPDATE, 0, 998, 1), 8),
+        (HEADER.pack(0, library.TYPE_DATA, 0, 998, 1) + b"x", 8),
+        (HEADER.pack(0, library.TYPE_DATA, 0, 998, SMALL_BYTES) + bytes(SMALL_BYTES), 0),
     ):
         link = Yamux(listened, listened.get_remote_peer(), is_initiator=False)
+        link.next_stream_id, link.credit = 1_000, 2**30  # stream 998 has ended
         began_s = trio.current_time()
         await link.take_in(9 * SMALL_FRAMES * frame)
         assert trio.current_time() - began_s == pytest.approx(turns * SMALL_S)

@@ -7,6 +7,7 @@ https://github.com/hashicorp/yamux/blob/master/spec.md
 
 Waiting: the link's reader waits for bytes and, if it answers a frame, for the link's writer. Readers of streams wait for it,
 writers for the other side's credit, STALL_S at most. Invariants: no stream holds more unread bytes than it gave credit for,
+a link sends no more bytes than all its streams gave credit for, ended ones included, and none to a stream that never was,
 and the other side has at most PEER_STREAMS_MAX streams open, whatever protocol they agree on.
 """
 
@@ -90,7 +91,9 @@ class Stream(library.YamuxStream):
         if self._uncredited_bytes >= self.target_recv_window // 2 and not self.recv_closed:
             credit, self._uncredited_bytes = self._uncredited_bytes, 0
             self.recv_window += credit
-            await self.send_window_update(credit + self._apply_autotune_epoch(len(buffer)))
+            credit += self._apply_autotune_epoch(len(buffer))
+            self.conn.credit += credit
+            await self.send_window_update(credit)
         if self.closed and not buffer:
             await self.conn._finalize_stream(self, fully_closed=True)
         return data
@@ -157,6 +160,10 @@ class Yamux(library.Yamux):
         """Flags of that frame, which apply at its end."""
         self.num_handlers = 0
         """Running handlers of streams that the other side opened. A handler can outlast its stream."""
+        self.credit = 0
+        """Bytes that the other side may still send, to open streams and to those that it does not know to have ended."""
+        self._newest = 0
+        """The highest number of a stream that the other side opened."""
         self._num_small = 0
         """Small frames since the last pause."""
         self._small_after_s = 0.0
@@ -171,6 +178,7 @@ class Yamux(library.Yamux):
             if self.event_shutting_down.is_set():
                 raise MuxedStreamError("the link is closing")
             self.next_stream_id += 2
+            self.credit += library.DEFAULT_WINDOW_SIZE
             self._add(stream)
             await self._answer(library.TYPE_WINDOW_UPDATE, library.FLAG_SYN, stream.stream_id)
         except BaseException as error:
@@ -255,8 +263,11 @@ class Yamux(library.Yamux):
                 stream.send_window += number
                 stream.credited.set()
         elif number:
-            if number > (library.MAX_WINDOW_SIZE if stream is None else stream.recv_window):
+            if name >= (self.next_stream_id if name % 2 == self.is_initiator_value else self._newest + 1):
+                raise ProtocolError(f"{number} bytes for stream {name}, which was never open")
+            if number > (self.credit if stream is None else stream.recv_window):
                 raise ProtocolError(f"{number} bytes more than the window of stream {name} allows")
+            self.credit -= number
             if stream is not None:
                 stream.recv_window -= number
             self._body, self._flags = (name, number), flags
@@ -281,6 +292,8 @@ class Yamux(library.Yamux):
     async def _accept(self, name: int) -> None:
         if name % 2 == self.is_initiator_value or not name:
             raise ProtocolError(f"stream {name} is not the other side's to open")
+        self._newest = max(self._newest, name)
+        self.credit += library.DEFAULT_WINDOW_SIZE
         num_open = sum(not stream.is_initiator for stream in self.streams.values())
         if name in self.streams or max(num_open, self.num_handlers) >= limits.PEER_STREAMS_MAX:
             await self._answer(library.TYPE_WINDOW_UPDATE, library.FLAG_RST, name)
