@@ -216,7 +216,7 @@ async def test_what_was_on_its_way_to_a_stream_that_we_reset_or_refuse_cuts_no_l
         for name in range(first, first + 2 * MANY, 2):
             await link._write_frame(HEADER.pack(0, library.TYPE_DATA, 0, name, len(body)) + body)
         while connection.muxed_conn.credit >= 8 * len(body):  # those of the library's own streams are left
-            await trio.sleep(0.01)
+            await trio.lowlevel.checkpoint()
         assert not connection.muxed_conn.event_shutting_down.is_set()
 
 
