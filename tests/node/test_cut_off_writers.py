@@ -13,15 +13,17 @@ from tests.node.coordinator_process import crash_run
 from tests.node.coordinator_world import ANNA, BEN, TRAINER, VALIDATOR, World, make_run, memory_parts
 from tests.node.crowd_world import Crowd, check_promises
 from tests.node.gateway_world import SECRET, gateway_parts, serving
-from tests.node.link_world import RUN, answering
+from tests.node.link_world import BODY_BYTES_MAX, RUN, answering
 from tests.node.silent_line_world import silent_line
 from tests.node.standby_world import Pair
+from tests.time_world import until
 
 from prime_lab.free_ports import free_ports
 from prime_lab.postgres_server import PASSWORD, PostgresServer
 from prime_lab.s3_server import BUCKET, S3Server
 from prime_node.adapters.link import link_client
 from prime_node.adapters.link.link_client import LinkClient
+from prime_node.adapters.link.link_server import LinkServer
 from prime_node.cli.wire_store import open_blobs
 from prime_node.ports.web import Response
 from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall
@@ -83,6 +85,41 @@ async def test_a_gateway_that_starts_waits_for_no_machine_that_does_not_answer()
         assert (await link.ask(ForwardedCall("/v1/head"))).response.body == b"the second"
         keeping.cancel()
         await asyncio.wait({keeping})
+
+
+@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.timeout(60)
+async def test_a_gateway_that_is_stopped_as_a_writer_answers_keeps_no_connection(
+    monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    """Before, it kept that connection, until the writer cut it after five seconds."""
+    for name in ("ALIVE_S", "SUSPECT_S"):
+        monkeypatch.setattr(link_client, name, 0.05)
+    [port] = free_ports(1)
+    for turns in range(30):
+        async with answering(never) as one, silent_line(one) as line:
+            server, addresses = LinkServer(), [line.port, port] if follows else [port]
+            link = LinkClient([("127.0.0.1", each) for each in addresses], secret=SECRET, run=RUN)
+            keeping = asyncio.ensure_future(link.keep())
+            if follows:
+                await link.linked.wait()
+                line.fall_silent()
+            await server.start(
+                second,
+                address=("127.0.0.1", port),
+                secret=SECRET,
+                run=RUN,
+                body_bytes_max=BODY_BYTES_MAX,
+                may_send=None,
+            )
+            while not server.links:  # noqa: ASYNC110 - of this turn of the loop and the next ones, each is tried
+                await asyncio.sleep(0)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            keeping.cancel()
+            await asyncio.wait({keeping})
+            await until(lambda server=server: not server.links, seconds=1.0)
+            await server.stop()
 
 
 @pytest.mark.slow

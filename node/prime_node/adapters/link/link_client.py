@@ -120,16 +120,18 @@ class LinkClient:
     async def _first_opened(self, addresses: Addresses) -> _Opened:
         """Return a connection to the first address at which a writer answers."""
         asking = [asyncio.ensure_future(self._open(address)) for address in addresses]
-        found: _Opened | None = None
+        found: asyncio.Future[_Opened] | None = None
         try:
-            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-            found = done.pop().result()
-            return found
+            try:
+                await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await cancel_all(*asking)
+            found = next(each for each in asking if not each.cancelled())
+            return found.result()
         finally:
-            await cancel_all(*asking)
-            for other in asking:
-                if not other.cancelled() and other.exception() is None and other.result() is not found:
-                    other.result().writer.close()
+            for each in asking:
+                if each is not found:
+                    each.add_done_callback(_hang_up)
 
     async def _open(self, address: tuple[str, int]) -> _Opened:
         """Return a connection to this address, as soon as a writer answers there."""
@@ -165,6 +167,9 @@ class LinkClient:
             # No TaskGroup: up to Python 3.12 it forgets a cancellation that arrives while it ends with an error.
             await first_of(self._read(opened), self._say_alive(), following)
             return following.result()
+        except BaseException:
+            following.add_done_callback(_hang_up)
+            raise
         finally:
             self.linked.clear()
             self._writer = self._sealer = None
@@ -324,6 +329,11 @@ def call_head(call: ForwardedCall) -> dict[str, object]:
         for name, value in (("params", call.params), ("query", call.query), ("headers", call.headers))
         if value
     }
+
+
+def _hang_up(opening: asyncio.Future[_Opened]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().writer.close()
 
 
 def _unlinked() -> RemoteError:
