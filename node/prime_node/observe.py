@@ -292,21 +292,24 @@ class JsonLinesReader:
         self.rows: list[dict[str, Any]] = []
         self._path = path
         self._offset = 0
-        self._failed = False
+        self._said: set[str] = set()
 
     def read(self) -> list[dict[str, Any]]:
         """Return all complete lines so far; none if there is no file, or one that cannot be read."""
         try:
             with os.fdopen(open_regular(self._path, os.O_RDONLY), "rb") as file:
-                self._offset = max(self._offset, os.fstat(file.fileno()).st_size - ROWS_BYTES_MAX)
+                newest = os.fstat(file.fileno()).st_size - ROWS_BYTES_MAX
+                if newest > self._offset:
+                    self._offset = newest
+                    self._say_once(
+                        f"of {self._path} the last {ROWS_BYTES_MAX >> 20} MiB are read; older rows are left out"
+                    )
                 file.seek(self._offset)
                 data = file.read(ROWS_BYTES_MAX)
         except FileNotFoundError:
             return self.rows
         except OSError as error:
-            if not self._failed:
-                logging.getLogger(__name__).warning("the rows of %s are left out: %s", self._path, error)
-            self._failed = True
+            self._say_once(f"the rows of {self._path} are left out: {error}")
             return self.rows
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -315,6 +318,11 @@ class JsonLinesReader:
                 row = json.loads(line)
                 self.rows += [row] if isinstance(row, dict) else []
         return self.rows
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            logging.getLogger(__name__).warning("%s", line)
 
 
 def rows_with(rows: Iterable[Mapping[str, Any]], *names: str) -> list[Mapping[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_node import observe
 from prime_node.observe import BestEffort, JsonLines, JsonLinesReader, read_json_lines
 
 
@@ -37,6 +38,24 @@ def test_a_line_that_a_crash_cut_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     assert [row["step"] for row in read_json_lines(path)] == [1, 3]
+
+
+def test_a_reader_says_once_that_it_leaves_out_older_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, a summary of the last 256 MiB looked like one of the whole run."""
+    monkeypatch.setattr(observe, "ROWS_BYTES_MAX", 2**20)
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.dumps({"step": step, "more": "x" * 1_000}) + "\n" for step in range(1_500)]
+    path.write_text("".join(rows[:1_000]))
+    reader = JsonLinesReader(path)
+    assert reader.read()[0]["step"] == 0
+    assert caplog.messages == []
+    for _ in range(2):
+        with path.open("a") as file:
+            file.write("".join(rows + rows))
+        assert reader.read()[-1]["step"] == 1_499
+    assert caplog.messages == [f"of {path} the last 1 MiB are read; older rows are left out"]
 
 
 def test_a_full_file_is_kept_when_the_next_one_begins(tmp_path: Path) -> None:
