@@ -202,11 +202,11 @@ class Browser:
 
 
 @contextlib.asynccontextmanager
-async def running_chromium(program: str) -> AsyncIterator[Browser]:
-    """Run a Chromium with an empty profile."""
+async def running_chromium(program: str, *flags: str) -> AsyncIterator[Browser]:
+    """Run a Chromium with an empty profile, and further flags."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
-            *(program, *FLAGS, f"--user-data-dir={profile}", "about:blank"),
+            *(program, *FLAGS, *flags, f"--user-data-dir={profile}", "about:blank"),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,

@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(PROGRAM is None, reason=MISSING),
 ]
+REBOUND = "rebound.example"
+"""A stranger's name, which resolves to this machine."""
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -48,7 +50,7 @@ async def desk(tmp_path: Path) -> AsyncIterator[Desk]:
     lines, stop = asyncio.Queue[str](), asyncio.Event()
     async with (
         running(memory_parts(make_run(title="Sums <b>of</b> two")), ANNA, BEN) as world,
-        running_chromium(PROGRAM) as browser,
+        running_chromium(PROGRAM, f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1") as browser,
     ):
         operator = Operator.of(run_dir_of(world, tmp_path).path)
         serving = asyncio.create_task(serve_page(operator, stop, port=0, socket=None, shown=lines.put_nowait))
@@ -140,6 +142,32 @@ async def test_another_page_in_the_operator_s_browser_reads_and_orders_nothing(d
         await tab.until("document.querySelector('dialog[open]')")
         await tab.press("Enter")
         await tab.until("document.querySelector('.pill').textContent === 'draining'")
+
+
+async def test_a_site_whose_name_is_rebound_to_this_machine_reads_and_orders_nothing(desk: Desk) -> None:
+    """The browser takes the page for the site's own: neither its origin nor a preflight protects it."""
+    address = await desk.address()
+    port = address.partition("/#")[0].rpartition(":")[2]
+    async with desk.browser.tab() as tab, desk.browser.tab(bypass_policy=True) as hostile:
+        await tab.go(address)
+        session = await tab.until("sessionStorage.getItem('session')")
+        await hostile.go(f"http://{REBOUND}:{port}/")
+        own = f"http://{REBOUND}:{port}"
+        assert await hostile.evaluate("location.origin") == own
+        seen = await hostile.evaluate(f"{HOSTILE.replace('SESSION', session)}({own!r})")
+        assert seen, "the site reads the refusals"
+        assert not [word for word in ("title", "workers", "prime-node join", "<script") if word in seen]
+        assert not (await desk.world.status())["draining"]
+
+
+async def test_no_other_page_can_frame_the_operator_s(desk: Desk) -> None:
+    own = (await desk.address()).partition("/#")[0]
+    frame = "Object.assign(document.createElement('iframe'), {src: %r, onload: done})"
+    async with desk.browser.tab(bypass_policy=True) as hostile:
+        await hostile.go(desk.world.url)
+        await hostile.evaluate(f"new Promise(done => document.body.append({frame % (own + '/')}))")
+        framed = [url for url in hostile.requested if url.startswith(own)]
+        assert framed == [f"{own}/"], "none of the page's scripts ran"
 
 
 async def test_the_page_is_accessible_and_fits_a_small_screen(desk: Desk) -> None:
