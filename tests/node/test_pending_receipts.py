@@ -24,6 +24,7 @@ from prime_node.adapters.system_clock import SystemClock
 from prime_node.coordinator.api.receipts import receipt_signer
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.journal import open_journal
+from prime_node.coordinator.state import endings
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.rules import rules_of
 from prime_node.coordinator.state_follower import restore_state
@@ -112,6 +113,31 @@ async def test_a_verdict_that_is_sent_again_while_the_first_is_written_is_known(
         assert not (await asyncio.wait(verdicts, timeout=0.2))[0]
         store.may_write.set()
         await asyncio.gather(*verdicts)
+
+
+async def test_a_bundle_whose_lease_is_forgotten_while_its_verdict_is_written_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, its upload was answered as if its lease had never been, since no pending receipt was there."""
+    monkeypatch.setattr(endings, "LEASES_REMEMBERED_MAX", 1)
+    store = HeldStore()
+    async with running(dataclasses.replace(memory_parts(make_run()), store=store)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        parcels = [make_parcel(await world.lease(ANNA), ANNA) for _ in range(2)]
+        for parcel in parcels:
+            await world.client(ANNA).upload(parcel)
+        tasks = [await world.take_task(VALIDATOR) for _ in parcels]
+        store.may_write.clear()
+        verdicts = [asyncio.create_task(world.give_verdict(task)) for task in tasks]
+        assert not (await asyncio.wait(verdicts, timeout=0.2))[0]
+        again = [asyncio.create_task(world.client(ANNA).upload(parcel)) for parcel in parcels]
+        await asyncio.wait(again, timeout=0.2)
+        store.may_write.set()
+        await asyncio.gather(*verdicts)
+        for reply in await asyncio.gather(*again):
+            assert reply.verdict is not None
+            assert reply.verdict.accepted
 
 
 async def test_a_receipt_that_is_made_during_the_last_write_is_stored_before_the_journal_ends() -> None:

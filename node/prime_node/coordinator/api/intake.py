@@ -337,6 +337,7 @@ class BundleIntake:
 
     async def _verdict_on_forgotten(self, header: RolloutHeader, bundle: str) -> Verdict | None:
         """Return the verdict on a bundle whose lease is forgotten: from its receipt, if it was ever accepted for judgement."""
+        await self.decisions.synced()  # its verdict may be being written
         stored = await self.store.receipt(bundle)
         if stored is not None:
             return verdict_of(stored)
