@@ -115,7 +115,7 @@ def linked_inside(folder: Path, name: str) -> Path:
     if real.parent != home and not in_cache:
         raise LocalError(
             f"{folder / printable(name, 100)} is a link out of the folder, perhaps to a file that must not be published: "
-            "put a copy of the file there"
+            "put a copy of the file there (`cp -rL` copies a folder without its links)"
         )
     return real
 

@@ -83,7 +83,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a long header": (long_header, "its header has 16,777,217 bytes"),
     "a deep header": (deep_header, "JSON_DEPTH_MAX"),
     "two tensors of one name": (two_of_one_name, "not valid JSON: duplicate key"),
-    "a link to a private file": (link_out, "a.safetensors is a link out of the folder"),
+    "a link to a private file": (link_out, "a.safetensors is a link out of the folder.*`cp -rL`"),
     "a false cache of the hub": (blobs_elsewhere, "a.safetensors is a link out of the folder"),
     "a circle of links": (circle, "a.safetensors"),
 }
