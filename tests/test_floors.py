@@ -233,6 +233,18 @@ def test_no_modules_import_each_other() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
+def test_no_module_imports_itself() -> None:
+    """A merge of two modules leaves such an import in a function: its names are there already."""
+    found = [
+        f"{path}:{line}: imports itself"
+        for module, path in modules()
+        if path.name != "__init__.py"
+        for line, name in imports_of(module, ast.parse(path.read_text()))
+        if name.startswith(f"{module}.")
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_modules_that_import_each_other_are_found() -> None:
     later = "def f():\n    import {0}\nif TYPE_CHECKING:\n    from p import {0}\n"
     for source, is_found in (("from p.{0} import x", True), ("from p import {0}", True), (later, False)):

@@ -34,8 +34,6 @@ def config(
     schema: Annotated[bool, typer.Option("--schema", help="Print a JSON schema of config files, for editors.")] = False,
 ) -> None:
     """Print every setting with its value, meaning and range, as a config file. Without a file the values are the defaults."""
-    from prime_node.cli.config import settings_schema
-
     if schema:
         say(*json.dumps(settings_schema(all_settings()), indent=2).splitlines())
         return
@@ -48,8 +46,6 @@ def config(
 
 def _described(settings: type[Settings], options: Options, file: str, *, with_origin: bool) -> Iterator[str]:
     """Yield the lines of one table. The run's own settings have no defaults for all: without any they are explained only."""
-    from prime_node.cli.config import origin_of, settings_toml
-
     section = settings.section
     variables = settings.from_environment()
     sources = {

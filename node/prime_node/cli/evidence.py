@@ -8,40 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from prime_node.broadcast.audit.ledger_audit import former_key, former_key_notes
 from prime_node.cli.deciding_bundle import about_the_bundle
-from prime_node.cli.dossier_file import DossierFile, read_dossier
+from prime_node.cli.dossier_file import DossierFile, open_lines, read_dossier, read_dossier_part
 from prime_node.cli.options import AsJson, ConfigFile, ExpectedRun, Options, Set, TrustedCode, command_group
 from prime_node.cli.replay import exit_with_report
 from prime_node.cli.replay_target import ReplayOptions
 from prime_node.cli.say import say
 from prime_node.inside import read_regular
+from prime_protocol import limits
 from prime_protocol.assigned import SeedRule
+from prime_protocol.assignment import Lease
 from prime_protocol.dossier import check_dossier
-from prime_protocol.errors import LocalError, RemoteError
+from prime_protocol.envelope import Envelope, PayloadType, parse_json
+from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.key_ring import Role
 from prime_protocol.ledger import open_ledger_head
+from prime_protocol.run_spec import PinnedRun, open_run_spec
 from prime_protocol.seed_chain import opened_secrets as chain_opened
-from prime_protocol.verdict import BanKind
+from prime_protocol.verdict import BanKind, BundleStatus, Receipt, contradiction
 
 if TYPE_CHECKING:
     from prime_node.envs.settings import EnvironmentSettings
-    from prime_protocol.envelope import Envelope
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-from prime_node.broadcast.audit.ledger_audit import former_key, former_key_notes
-from prime_node.cli.dossier_file import open_lines, read_dossier_part
-from prime_protocol import limits
-from prime_protocol.assignment import Lease
-from prime_protocol.envelope import Envelope, PayloadType, parse_json
-from prime_protocol.errors import ErrorCode
-from prime_protocol.key_ring import Role
-from prime_protocol.run_spec import PinnedRun, open_run_spec
-from prime_protocol.verdict import BundleStatus, Receipt, contradiction
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +262,6 @@ def evidence_contradiction(
     \b
     --json prints one object: ok, run, worker, bundle, what: what differs, notes: statements by former keys, and fault.
     """
-    from prime_node.cli.evidence import read_contradiction
-
     found, fault = None, ""
     try:
         found = read_contradiction(file, pinned=run)

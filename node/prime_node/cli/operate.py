@@ -164,8 +164,6 @@ def amend(
 
     Measure on machines that you trust. Without a running coordinator, the amendment is stored in its folder.
     """
-    from prime_node.cli.operate import amend_run
-
     for line in amend_run(RunDir(run), calibration, keys=key, note=note):
         say(line)
 
