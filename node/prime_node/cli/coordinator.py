@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -20,26 +21,23 @@ from prime_node.cli.new import write_join_link
 from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent, command_group
 from prime_node.cli.place import coordinator_hosts
 from prime_node.cli.run_dir import RunDir
+from prime_node.cli.say import say
+from prime_node.cli.wire_store import move_store, store_setting
+from prime_node.files import write_durably
 from prime_node.folder_lock import FolderLock
 from prime_node.inside import refuse_links
 from prime_node.keyfile import load_key
 from prime_node.ports.documents import RUN_NAME
-from prime_protocol.run_spec import JoinLink
+from prime_node.ports.store import Store
+from prime_protocol.digest import digest_of
+from prime_protocol.errors import LocalError
+from prime_protocol.run_spec import JoinLink, PinnedRun
 
 if TYPE_CHECKING:
     from typer._click import Context
 
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.envs.settings import EnvironmentSettings
-from dataclasses import dataclass
-
-from prime_node.cli.say import say
-from prime_node.cli.wire_store import move_store, store_setting
-from prime_node.files import write_durably
-from prime_node.ports.store import Store
-from prime_protocol.digest import digest_of
-from prime_protocol.errors import LocalError
-from prime_protocol.run_spec import PinnedRun
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from prime_node.worker.config import WorkerConfig
     from prime_protocol.identity import SigningKey
     from prime_protocol.run_spec import JoinLink, PinnedRun
-from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
