@@ -45,7 +45,7 @@ class LeaseEnded:
 
 @dataclass(slots=True)
 class Settled:
-    """Effect: the daemon signs and stores a bundle's receipt, in the same transaction as the event."""
+    """Effect: the daemon signs and stores a bundle's receipt, in the same transaction as the event; a pending one when asked."""
 
     bundle: str
     lease: LeaseRecord
