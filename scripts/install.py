@@ -21,7 +21,7 @@ import contextlib
 import fcntl
 import hashlib
 import http.client
-import importlib.util
+import importlib.machinery
 import json
 import os
 import re
@@ -188,7 +188,7 @@ def steps_of(folder: Path, place: Path, wheel: str, entries: list[str], *, has_g
 
     -I: none imports modules from the folder in which this program was called.
     """
-    has_pip = importlib.util.find_spec("pip") is not None
+    has_pip = importlib.machinery.PathFinder.find_spec("pip") is not None
     python = str(folder / "bin" / "python")
     pip = [sys.executable, "-I", "-m", "pip", "--python", python] if has_pip else [python, "-I", "-m", "pip"]
     install = [*pip, "install", "--quiet", "--disable-pip-version-check"]
