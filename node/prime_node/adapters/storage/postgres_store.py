@@ -120,7 +120,7 @@ class PostgresDatabase:
         self._url, self._pool, self._term_s = url, pool, term_s
         self._writer: asyncpg.Connection | None = None
         self._reading = asyncio.Semaphore(READERS_MAX)
-        """Else readers, however many strangers ask for pages, would make a write of the pool wait for longer than a write may."""
+        """Places of readers, which leave a connection for a write. Each read has a limit, the wait for a place has none."""
         self.keeper: TermKeeper | None = None
         """Thread that keeps the term; None before `lead`."""
 
