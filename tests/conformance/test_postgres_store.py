@@ -212,3 +212,21 @@ async def test_however_many_read_a_document_is_written(
     assert await asyncio.gather(*reading) == [[]] * 20
     await other.close()
     await database.close()
+
+
+@pytest.mark.timeout(20)
+async def test_a_read_waits_for_its_place_within_its_time(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, each three of these reads began their time when the three before them had ended."""
+    url = postgres.make_database()
+    database, other = await postgres_database(url, run=RUN), await asyncpg.connect(url)
+    monkeypatch.setattr(postgres_store, "ANSWER_SECONDS", 1.0)
+    async with other.transaction():
+        await other.execute("LOCK TABLE ledger")
+        reading = [asyncio.ensure_future(database.fetch("SELECT * FROM ledger")) for _ in range(100)]
+        for each in await asyncio.gather(*reading, return_exceptions=True):
+            assert isinstance(each, TransientFault)
+    assert await database.fetch("SELECT * FROM ledger") == []
+    await other.close()
+    await database.close()

@@ -17,6 +17,8 @@ class HeldStore(MemoryStore):
         self.may_write = asyncio.Event()
         self.may_write.set()
         self.broken = False
+        self.stored: list[str] = []
+        """Bundles of all receipts, in the order in which they were stored."""
 
     async def append(
         self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = (), ledger: Sequence[str] = ()
@@ -24,4 +26,5 @@ class HeldStore(MemoryStore):
         await self.may_write.wait()
         if self.broken:
             raise OSError(28, "No space left on device")
+        self.stored += [receipt.bundle for receipt in receipts]
         await super().append(events, receipts, ledger)

@@ -70,6 +70,23 @@ async def test_a_pending_receipt_is_signed_when_its_worker_asks_and_once() -> No
         }
 
 
+async def test_requests_side_by_side_sign_a_pending_receipt_once() -> None:
+    """Before, each of them signed and stored all receipts again."""
+    store = HeldStore()
+    async with running(dataclasses.replace(memory_parts(make_run()), store=store)) as world:
+        await world.publish()
+        await world.join(ANNA)
+        bundle = await upload(world)
+        store.may_write.clear()
+        asking = [asyncio.create_task(read(world)) for _ in range(8)]
+        assert not (await asyncio.wait(asking, timeout=0.5))[0]
+        store.may_write.set()
+        assert all([found == asking[0].result() for found in await asyncio.gather(*asking)])
+        (receipt,), cursor = await read(world)
+        assert (receipt.bundle, cursor) == (bundle, 1)
+        assert store.stored == [bundle]
+
+
 async def test_a_restart_makes_no_second_receipt_of_a_pending_bundle_and_the_missing_one(tmp_path: Path) -> None:
     run = make_run()
     async with running(await folder_parts(run, tmp_path)) as world:

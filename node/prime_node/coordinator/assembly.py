@@ -19,7 +19,7 @@ from prime_node.coordinator.api.documents import PublicDocuments
 from prime_node.coordinator.api.intake import BundleIntake
 from prime_node.coordinator.api.judging import CheckTasks, Judging
 from prime_node.coordinator.api.leasing import Leasing
-from prime_node.coordinator.api.limiter import Limiter
+from prime_node.coordinator.api.limiter import Limiter, StoreReads
 from prime_node.coordinator.api.nonces import Nonces
 from prime_node.coordinator.api.operating import OperatorActions
 from prime_node.coordinator.api.page import PagePages
@@ -167,7 +167,8 @@ class Coordinator:
         archive = ReplayArchive(
             run, clock, decisions, seals, manifests, parts.published, private, public, bundles, parts.archived
         )
-        receipts = ReceiptLists(run, key, decisions, store)
+        reads = StoreReads()
+        receipts = ReceiptLists(run, key, decisions, store, reads)
         storage = BundleStorage(run, clock, decisions, gate, checks, agreement, bundles, parts.archived)
         timestamps = TimestampSigner(
             run,
@@ -182,7 +183,7 @@ class Coordinator:
         keys = KeyRings(run, key, clock, decisions, gate, manifests, timestamps, parts.published)
         calibrations = CalibrationIntake(run, clock, decisions, gate, timestamps, agreement, parts.published)
         head_s = min(config.timestamp_seconds, limits.LEDGER_HEAD_S_MAX)
-        ledger = LedgerSigner(run, key, decisions, journal, assigner, store, private, interval_s=head_s)
+        ledger = LedgerSigner(run, key, decisions, journal, assigner, store, reads, private, interval_s=head_s)
         standings = Standings(decisions, presence, history, clock)
         report = StatusReport(
             run,
@@ -214,7 +215,7 @@ class Coordinator:
             admission=WorkerAdmission(run, config, clock, decisions, assigner, presence, persons),
             persons=persons,
             intake=BundleIntake(
-                *(run, clock, decisions, gate, assigner, pairs, presence, receipts, store, bundles, private, metrics),
+                *(run, clock, decisions, gate, assigner, pairs, presence, receipts, bundles, private, metrics),
                 self.direct,
             ),
             direct=self.direct,

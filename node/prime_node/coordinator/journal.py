@@ -78,9 +78,12 @@ class Journal:
         self._forgotten: list[str] = []
         self._wanted = asyncio.Event()
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._num_writes = 0
+        self._num_begun = self._num_ended = 0
+        """Writes."""
         self._noted: deque[tuple[int, asyncio.Future[None]]] = deque()
         """Writes with the receipts of pending bundles for which someone waits."""
+        self._signed: dict[str, int] = {}
+        """Pending bundles whose receipts are signed, with the number of the write that stores each."""
         self._archive = archive
         self._written = LedgerPoint(ledger.num_entries, ledger.digest)
         """End of the ledger after the last durable event."""
@@ -117,21 +120,30 @@ class Journal:
         self._events.append(LoggedEvent(self._number, at_ms, ev.event_to_json(event)))
         for settled in (effect for effect in effects if isinstance(effect, Settled)):
             if settled.status is not BundleStatus.PENDING:
+                self._signed.pop(settled.bundle, None)
                 self._note(settled)
         self._forgotten += [effect.bundle for effect in effects if isinstance(effect, BundleForgotten)]
         self._wanted.set()
         return effects
 
     async def note_pending(self, pending: Iterable[PendingBundle]) -> None:
-        """Sign receipts of pending bundles, and return once they are stored. Raise RemoteError(UNAVAILABLE) if that fails."""
+        """Sign receipts of pending bundles, each once, and return once they are stored.
+
+        Raise RemoteError(UNAVAILABLE) if that fails.
+        """
         if self._failed or self._closing:
             raise _unavailable()
+        last = 0
         for one in pending:
-            self._note(Settled(one.bundle, one.lease, one.num_rollouts, 0, BundleStatus.PENDING))
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._noted.append((self._num_writes + 1, future))
-        self._wanted.set()
-        await future
+            if one.bundle not in self._signed:
+                self._signed[one.bundle] = self._num_begun + 1
+                self._note(Settled(one.bundle, one.lease, one.num_rollouts, 0, BundleStatus.PENDING))
+            last = max(last, self._signed[one.bundle])
+        if last > self._num_ended:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._noted.append((last, future))
+            self._wanted.set()
+            await future
 
     async def synced(self) -> None:
         """Return once every event so far is durable. Raise RemoteError(UNAVAILABLE) if that has become impossible.
@@ -221,15 +233,15 @@ class Journal:
         written, receipts, lines, forgotten = self._events, self._receipts, self._lines, self._forgotten
         self._events, self._receipts, self._lines, self._forgotten = [], [], [], []
         number, end = self._number, LedgerPoint(self.ledger.num_entries, self.ledger.digest)
-        self._num_writes += 1
-        write = self._num_writes
+        self._num_begun += 1
         if written or receipts:
             await self._store.append(written, _latest(receipts), lines)
             self._uncopied += written
             self._written = end
         self._durable = number
         _release(self._waiting, number)
-        _release(self._noted, write)
+        self._num_ended = self._num_begun
+        _release(self._noted, self._num_ended)
         if forgotten:
             forget(forgotten)
 

@@ -120,7 +120,7 @@ class PostgresDatabase:
         self._url, self._pool, self._term_s = url, pool, term_s
         self._writer: asyncpg.Connection | None = None
         self._reading = asyncio.Semaphore(READERS_MAX)
-        """Places of readers, which leave a connection for a write. Each read has a limit, the wait for a place has none."""
+        """Places of readers, which leave a connection for a write. A read has its place until the connection is free again."""
         self.keeper: TermKeeper | None = None
         """Thread that keeps the term; None before `lead`."""
 
@@ -136,9 +136,12 @@ class PostgresDatabase:
             log.warning("%s has fsync off: a power loss may lose what workers were promised", self.place)
 
     async def fetch(self, query: str, *values: Any) -> Sequence[Row]:
-        """Return the rows of a query."""
+        """Return the rows of a query. The wait for a place is a part of its time."""
+        return await _asked(_in_time(self._read(query, *values)), self.place)
+
+    async def _read(self, query: str, *values: Any) -> Sequence[Row]:
         async with self._reading:
-            rows: Sequence[Row] = await _asked(_in_time(self._pool.fetch(query, *values)), self.place)
+            rows: Sequence[Row] = await self._pool.fetch(query, *values)
             return rows
 
     async def append(self, batch: Batch) -> None:

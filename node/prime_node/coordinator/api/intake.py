@@ -46,7 +46,6 @@ from prime_node.ports.blobs import Blobs, DamagedBlob
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.metrics import Metrics
-from prime_node.ports.store import Store
 from prime_node.ports.writer_link import HeldParcel
 from prime_node.traces import of_lease, spanned
 from prime_protocol.digest import digest_of
@@ -153,7 +152,6 @@ class BundleIntake:
     pairs: CalibratedPairs
     presence: Presence
     receipts: ReceiptLists
-    store: Store
     bundles: Blobs
     evidence: Documents
     """The operator's folder, for headers that contradict each other."""
@@ -337,8 +335,7 @@ class BundleIntake:
 
     async def _verdict_on_forgotten(self, header: RolloutHeader, bundle: str) -> Verdict | None:
         """Return the verdict on a bundle whose lease is forgotten: from its receipt, if it was ever accepted for judgement."""
-        await self.decisions.synced()  # its verdict may be being written
-        stored = await self.store.receipt(bundle)
+        stored = await self.receipts.read_for(header.worker, bundle)
         if stored is not None:
             return verdict_of(stored)
         current = self.decisions.state.current_step

@@ -1,4 +1,4 @@
-"""Rate limits, as two kinds of token buckets.
+"""Rate limits, as two kinds of token buckets, and the places of those that read the store.
 
 - by key, after a signature is verified: one worker cannot crowd out the others;
 - by network address, for faulty requests and new keys: strangers at an address that sends faulty requests are refused
@@ -10,14 +10,20 @@ With a bucket by an unverified key, anyone could use up another key's tokens.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ipaddress
+from collections.abc import AsyncIterator
 from functools import lru_cache
 
+from prime_node.ports.web import Sender
 from prime_protocol.addresses import parse_ip
 from prime_protocol.errors import ErrorCode, RemoteError
 
 BUCKETS_MAX = 65_536
 """Buckets kept of each kind; the least recently used one is dropped first. About 10 MB."""
+PLACE_S_MAX = 2.0
+"""Wait for a place to read the store, and the time after which one that got none may ask again."""
 
 
 class Buckets:
@@ -79,3 +85,24 @@ class Limiter:
     def __init__(self, *, requests_per_second: float, faults_per_second: float) -> None:
         self.by_key = Buckets(per_second=requests_per_second, burst=10 * requests_per_second)
         self.by_address = AddressBuckets(per_second=faults_per_second, burst=50 * faults_per_second)
+
+
+class StoreReads:
+    """Places to read the store for others: one for strangers, one for members. A store has one more, for the coordinator itself."""
+
+    def __init__(self) -> None:
+        self._places = {is_member: asyncio.Semaphore() for is_member in (False, True)}
+
+    @contextlib.asynccontextmanager
+    async def place(self, sender: Sender | None) -> AsyncIterator[None]:
+        """Hold a place of this sender's kind; None is a stranger. Raise RemoteError(UNAVAILABLE) if none is free in time."""
+        places = self._places[sender is not None]
+        try:
+            async with asyncio.timeout(PLACE_S_MAX):
+                await places.acquire()
+        except TimeoutError:
+            raise RemoteError(ErrorCode.UNAVAILABLE, "too many read here now", retry_after_s=PLACE_S_MAX) from None
+        try:
+            yield
+        finally:
+            places.release()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from prime_node.coordinator.api.limiter import StoreReads
+from prime_node.coordinator.api.requests import sender_of
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state import audits
@@ -40,8 +43,12 @@ class ReceiptLists:
     key: SigningKey
     decisions: Decisions
     store: Store
-    _noted: set[str] = field(default_factory=set)
-    """Pending bundles whose receipts are in the store, as far as this process knows."""
+    reads: StoreReads
+    _restored: dict[str, bool | None] = field(init=False)
+    """Bundles that were pending at the start, and whether the store had their receipts; None: not looked for yet."""
+
+    def __post_init__(self) -> None:
+        self._restored = dict.fromkeys(self.decisions.state.bundles)
 
     async def receipts(self, signer: str, request: ReceiptsRequest) -> ReceiptList:
         """Return the receipts of a worker's bundles, by their last change. Banned and former workers get them too."""
@@ -50,23 +57,25 @@ class ReceiptLists:
             self.decisions.decide(ev.EscrowReleased((signer,)))
         await self.decisions.synced()  # the store must have caught up with the state before it is read
         if worker is not None:
-            await self._note_pending(worker.pending)
-        found, cursor = await self.store.receipts_of(
-            signer, after=request.after, limit=RECEIPTS_MAX, chars_max=RECEIPTS_CHARS_MAX
-        )
+            await self._note_pending(signer, worker.pending)
+        async with self._place(signer):
+            found, cursor = await self.store.receipts_of(
+                signer, after=request.after, limit=RECEIPTS_MAX, chars_max=RECEIPTS_CHARS_MAX
+            )
         signed = (self._by_todays_key(receipt.envelope) for receipt in found)
         return ReceiptList(receipts=tuple(filter(None, signed)), next=cursor)
 
-    async def _note_pending(self, bundles: Sequence[str]) -> None:
+    def _place(self, signer: str) -> contextlib.AbstractAsyncContextManager[None]:
+        return self.reads.place(sender_of(signer, run=self.run, state=self.decisions.state))
+
+    async def _note_pending(self, signer: str, bundles: Sequence[str]) -> None:
         """Store the receipts of pending bundles that have none."""
-        unknown = [bundle for bundle in bundles if bundle not in self._noted]
-        if not unknown:
-            return
-        await self.decisions.note_pending([one for one in unknown if await self.store.receipt(one) is None])
-        self._noted.update(unknown)
-        pending = self.decisions.state.bundles
-        if len(self._noted) > 2 * len(pending) + 16:
-            self._noted.intersection_update(pending)
+        unread = [one for one in bundles if self._restored.get(one, True) is None]
+        if unread:
+            async with self._place(signer):
+                for one in unread:
+                    self._restored[one] = await self.store.receipt(one) is not None
+        await self.decisions.note_pending([one for one in bundles if not self._restored.get(one)])
 
     def release_escrows(self) -> None:
         """Release the escrow of all workers whose bundles are judged, at the end of the run."""
@@ -82,6 +91,12 @@ class ReceiptLists:
         """Return whether a bundle that is not pending has a receipt."""
         await self.decisions.synced()
         return await self.store.receipt(bundle) is not None
+
+    async def read_for(self, worker: str, bundle: str) -> StoredReceipt | None:
+        """Return the receipt of a bundle that is not pending, in the place of a worker; None if there is none."""
+        await self.decisions.synced()  # its verdict may be being written
+        async with self._place(worker):
+            return await self.store.receipt(bundle)
 
     async def replaced(self, bundle: str) -> ev.Replaced:
         """Return the evidence in a bundle's receipt, for the receipt that will replace it. Read again after a verdict."""

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from prime_node.coordinator.api.limiter import StoreReads
 from prime_node.coordinator.api.requests import RequestGate
 from prime_node.coordinator.api.shown_dates import ShownDates
 from prime_node.coordinator.assignments import Assigner, newest_open
@@ -234,6 +235,7 @@ class LedgerSigner:
     journal: Journal
     assigner: Assigner
     store: Store
+    reads: StoreReads
     private: Documents
     interval_s: float
     newest: tuple[LedgerHead, Envelope] | None = None
@@ -263,7 +265,8 @@ class LedgerSigner:
     async def ledger_lines(self, start: int) -> bytes:
         """Return the ledger's lines from line `start` on, each with its newline."""
         await self.decisions.synced()  # the store must have caught up with the head that was shown
-        lines = await self.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)
+        async with self.reads.place(None):  # whoever asks has signed nothing
+            lines = await self.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)
         return "".join(f"{line}\n" for line in lines).encode()
 
 
