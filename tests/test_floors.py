@@ -66,7 +66,7 @@ ALSO_ALLOWED = {
     "prime_protocol.codec": {"llvmlite", "numba"},
     "prime_node.algo": {"torch"},
     "prime_node.config": {"pydantic_settings"},
-    "prime_node.cli": {"rich", "typer", "uvloop"},
+    "prime_node.cli": {"rich", "typer"},
     "prime_node.cli.plot": {"matplotlib", "plotext"},
     "prime_node.cli.doctor": {"torch"},  # asks it what it can run on
     "prime_lab.noise_on_device": {"torch", "triton"},  # compares a kernel of an adapter
@@ -88,6 +88,7 @@ READS_ITS_OWN_SOURCE = {"prime_protocol.codec.kernels.base"}  # for the key of n
 PICKS_ADAPTERS = {
     f"prime_node.cli.{name}"
     for name in (
+        "lifetime",  # the loop
         "wire",
         "wire_adapters",
         "wire_coordinator",

@@ -23,7 +23,7 @@ from tests.node.served_world import RUN, serving_parts, work_through
 from tests.node.worker_world import WORKER
 from tests.time_world import until
 
-from prime_node.adapters.name_lookups import WAIT_S_MAX
+from prime_node.adapters.name_lookups import WAIT_S_MAX, patient_loop
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.direct_upload import put_directly
 from prime_node.adapters.web.http_client import HttpClient
@@ -32,8 +32,8 @@ from prime_node.keyfile import load_or_create
 from prime_node.ports.transport import Unreachable
 
 PORT = 53
-NAMES = 30
-"""Of each kind. More than an executor has threads on a machine with fewer than 26 processors."""
+NAMES = 20
+"""Of each kind: more together than an executor has threads, and of links more than uvloop has for look-ups."""
 ROLES = {"join": signal.SIGTERM, "seed": signal.SIGINT, "validator": signal.SIGINT, "trainer": signal.SIGTERM}
 """Each role, and a signal that ends it."""
 STOP_S_MAX = 14.0
@@ -85,16 +85,18 @@ async def crowd(folder: Path) -> None:
         url = f"http://{name}.test:9"
         async with HttpClient(url, run=run.digest, clock=SystemClock(), key=ANNA) as client:
             try:
-                if name.startswith("bucket"):
+                if name.startswith("link"):
+                    await asyncio.open_connection(f"{name}.test", 9)
+                elif name.startswith("bucket"):
                     await put_directly(url, b"body", bytes(32), near=(), needs_tls=False, stall_s=60.0)
                 else:
                     await client.run_spec()
-            except Unreachable as error:
+            except (Unreachable, OSError) as error:
                 return str(error).replace(name, "NAME")
         return "an answer"
 
-    kinds = ("run", "bucket")
-    asking = [asyncio.create_task(ask(f"{kinds[number % 2]}{number}")) for number in range(2 * NAMES)]
+    kinds = ("run", "bucket", "link")
+    asking = [asyncio.create_task(ask(f"{kinds[number % 3]}{number}")) for number in range(3 * NAMES)]
     heard = threading.Thread(target=lambda: [server.asked.acquire() for _ in range(len(asking))], daemon=True)
     heard.start()
     await until(lambda: not heard.is_alive())
@@ -234,4 +236,6 @@ async def _line(stream: asyncio.StreamReader, text: str) -> str:
 
 
 if __name__ == "__main__":
-    asyncio.run({"crowd": crowd, "ill": ill, "midrun": midrun, "roles": roles}[sys.argv[1]](Path(sys.argv[2])))
+    task = {"crowd": crowd, "ill": ill, "midrun": midrun, "roles": roles}[sys.argv[1]]
+    with asyncio.Runner(loop_factory=patient_loop) as runner:
+        runner.run(task(Path(sys.argv[2])))

@@ -227,6 +227,7 @@ async def test_name_servers_that_never_answer_hold_no_thread_that_others_need(tm
     assert lines == [
         "asked at the same time, and a thread is free",
         f"NAME.test: {SILENCE}",
+        "[Errno -3] no name server has answered yet",
         f"http://NAME.test:9: {SILENCE}",
     ]
 

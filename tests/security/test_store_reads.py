@@ -1,4 +1,4 @@
-"""Reads of the store: those of strangers hold up no member, and a read that gets no place is refused in time."""
+"""Reads of the store: those of strangers delay no member, and a read that gets no place is refused in time."""
 
 from __future__ import annotations
 

@@ -15,6 +15,8 @@ from typing import Any, cast
 
 from aiohttp.resolver import ThreadedResolver
 
+from prime_protocol.addresses import parse_ip
+
 WAIT_S_MAX = 8.0
 """Wait for a look-up. Longer than a machine waits for its first name server before it asks its second one, which is 5 s."""
 KEPT_S = 60.0
@@ -101,3 +103,34 @@ class PatientResolver(ThreadedResolver):
 
     def __init__(self) -> None:
         super().__init__(cast("asyncio.AbstractEventLoop", _OF_THIS_PROCESS))
+
+
+class _PatientConnections(asyncio.AbstractEventLoop):
+    """What a loop does otherwise: it uses these look-ups where a connection has a name."""
+
+    async def create_connection(self, factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
+        """Connect to the first address that takes the connection. Raises OSError."""
+        connect = super().create_connection
+        if host is None or parse_ip(host) is not None:
+            return await connect(factory, host, port, **options)
+        if options.get("ssl"):
+            options.setdefault("server_hostname", host)
+        fault = OSError(f"{host} has no address")
+        for *_, address in await _OF_THIS_PROCESS.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                return await connect(factory, address[0], port, **options)
+            except OSError as error:
+                fault = error
+        raise fault
+
+
+def patient_loop() -> asyncio.AbstractEventLoop:
+    """Return a loop for a thread of this process whose connections use these look-ups: uvloop's if that is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        kind: type[asyncio.AbstractEventLoop] = asyncio.SelectorEventLoop
+    else:
+        kind = uvloop.Loop
+    made: asyncio.AbstractEventLoop = type("PatientLoop", (_PatientConnections, kind), {})()
+    return made

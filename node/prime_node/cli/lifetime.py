@@ -41,6 +41,8 @@ SETTLED_S = 60.0
 
 def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_parent: bool, grace_s: float) -> int:
     """Run `main(stop)` to its end and return its exit code."""
+    from prime_node.adapters.name_lookups import patient_loop
+
     _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(
         OSError, ValueError
@@ -48,7 +50,7 @@ def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_paren
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
     ends = _Ends()
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=patient_loop) as runner:
             return runner.run(_live(main, ends, stop_with_parent=stop_with_parent, grace_s=grace_s))
     finally:
         ends.cancel()
@@ -142,11 +144,3 @@ def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
             pass
     with contextlib.suppress(RuntimeError):  # the loop has already ended
         loop.call_soon_threadsafe(stop.set)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 
 import asyncpg
 
+from prime_node.adapters.name_lookups import patient_loop
 from prime_node.adapters.storage.leader_terms import (
     LOOKS_PER_TERM,
     RENEWALS_PER_TERM,
@@ -64,7 +65,7 @@ class TermKeeper:
         self._fault: BaseException | None = None
         """What ended the thread, other than `end` and another coordinator."""
         self._other = ""
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._keep()), name="term", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="term", daemon=True)
         self._thread.start()
 
     @property
@@ -119,6 +120,10 @@ class TermKeeper:
         await self._ended.wait()
 
     # In the thread
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=patient_loop) as runner:
+            runner.run(self._keep())
 
     async def _keep(self) -> None:
         connection: asyncpg.Connection | None = None

@@ -88,7 +88,7 @@ class Limiter:
 
 
 class StoreReads:
-    """Places to read the store for others: one for strangers, one for members. A store has one more, for the coordinator itself."""
+    """Places to read the store: one for strangers, one for members. A store has one more, for the coordinator itself."""
 
     def __init__(self) -> None:
         self._places = {is_member: asyncio.Semaphore() for is_member in (False, True)}

@@ -265,7 +265,7 @@ class LedgerSigner:
     async def ledger_lines(self, start: int) -> bytes:
         """Return the ledger's lines from line `start` on, each with its newline."""
         await self.decisions.synced()  # the store must have caught up with the head that was shown
-        async with self.reads.place(None):  # whoever asks has signed nothing
+        async with self.reads.place(None):  # nothing is signed here
             lines = await self.store.ledger(start=start, limit=limits.LEDGER_LINES_MAX)
         return "".join(f"{line}\n" for line in lines).encode()
 
