@@ -108,7 +108,9 @@ class PatientResolver(ThreadedResolver):
 class _PatientConnections(asyncio.AbstractEventLoop):
     """What a loop does otherwise: it uses these look-ups where a connection has a name."""
 
-    async def create_connection(self, factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:
+    async def create_connection(  # type: ignore[override]  # which lists each option
+        self, factory: Any, host: Any = None, port: Any = None, **options: Any
+    ) -> Any:
         """Connect to the first address that takes the connection. Raises OSError."""
         connect = super().create_connection
         if host is None or parse_ip(host) is not None:
