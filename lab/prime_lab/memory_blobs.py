@@ -16,29 +16,23 @@ class MemoryBlobs:
         self._stored_ms: dict[str, float] = {}
 
     async def put(self, data: bytes, *, digest: str | None = None) -> str:
-        """Store a blob and return its digest."""
         digest = digest or digest_of(data)
         self._blobs[digest], self._stored_ms[digest] = bytes(data), 1_000 * time.time()
         return digest
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [start, end) of a blob. Raises KeyError."""
         return self._blobs[digest][start:end]
 
     async def size(self, digest: str) -> int:
-        """Return the size of a blob. Raises KeyError."""
         return len(self._blobs[digest])
 
     async def has(self, digest: str) -> bool:
-        """Return whether a blob is stored."""
         return digest in self._blobs
 
     async def delete(self, digest: str) -> None:
-        """Delete a blob. Idempotent."""
         self._blobs.pop(digest, None)
 
     async def digests(self, *, before_ms: int | None = None) -> AsyncIterator[str]:
-        """Yield the digests of all blobs, or of those that were last stored before a time."""
         for digest in list(self._blobs):
             if before_ms is None or self._stored_ms[digest] < before_ms:
                 yield digest
@@ -55,9 +49,7 @@ class MemoryDocuments:
         self._documents[name] = data
 
     async def read(self, name: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [start, end) of a document. Raises KeyError."""
         return self._documents[name][start:end]
 
     async def size(self, name: str) -> int:
-        """Return the size of a document. Raises KeyError."""
         return len(self._documents[name])

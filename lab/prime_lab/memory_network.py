@@ -60,11 +60,9 @@ class MemoryNetwork:
 
     @property
     def peer_id(self) -> KeyId:
-        """Key id of this peer."""
         return self._peer_id
 
     def serve(self, protocol: str, handler: RequestHandler, *, request_bytes_max: int) -> None:
-        """Answer requests of a protocol with `handler`. A private peer serves nothing."""
         if not self._private:
             self._served[protocol] = (handler, request_bytes_max)
 
@@ -118,7 +116,6 @@ class MemoryNetwork:
         return tuple(ConnectedPeer(peer, is_relayed=False) for peer in sorted(self._links))
 
     def known(self) -> tuple[PeerAddress, ...]:
-        """Return the known addresses of peers."""
         return tuple(self._known.values())
 
     def learn(self, peers: tuple[PeerAddress, ...]) -> None:
@@ -139,7 +136,6 @@ class MemoryNetwork:
                 self._link(address)
 
     async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
-        """Link to a peer. Raises Unreachable."""
         return self._link(address)
 
     def _link(self, address: PeerAddress) -> ConnectedPeer:
@@ -157,7 +153,6 @@ class MemoryNetwork:
         return ConnectedPeer(address.peer, is_relayed=False)
 
     async def disconnect(self, peer: KeyId) -> None:
-        """Close the link to a peer."""
         self._links.discard(peer)
         other = self._switch.peers.get(peer)
         if other is not None:
@@ -172,7 +167,6 @@ class MemoryNetwork:
     async def request(
         self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
     ) -> bytes:
-        """Send a request and return the reply. Raises RemoteError or Unreachable."""
         other = self._switch.peers.get(peer)
         if peer not in self._links or other is None:
             raise Unreachable(f"no link to {peer}")

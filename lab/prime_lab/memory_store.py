@@ -74,7 +74,6 @@ class MemoryStore:
                 yield segment
 
     async def chapters(self) -> list[Chapter]:
-        """Return the chapters of the archive."""
         found: dict[int, Chapter] = {}
         for one in self._segments:
             known = found.get(one.chapter)
@@ -84,7 +83,6 @@ class MemoryStore:
         return list(found.values())
 
     async def receipt(self, bundle: str) -> StoredReceipt | None:
-        """Return the receipt of a bundle, or None."""
         return self._receipts[bundle][1] if bundle in self._receipts else None
 
     async def receipts_of(
@@ -102,7 +100,6 @@ class MemoryStore:
         return lines[: _fitting(map(len, lines), chars_max)]
 
     async def ledger_length(self) -> int:
-        """Return the number of ledger lines."""
         return len(self._ledger)
 
     async def close(self) -> None:

@@ -70,7 +70,6 @@ class VirtualTime:
 
     @property
     def now_ms(self) -> int:
-        """Return the time in milliseconds."""
         return round(self.now_s * 1_000)
 
     def start(self, process: Process) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +72,7 @@ def publish(gigabytes: float) -> dict[str, float]:
     table = [TensorEntry(name=n, dtype=t.dtype, shape=t.shape, digest="0" * 64) for n, t in weights.items()]
     names, before, sent = list(weights), reset_peak(), 0
     begin = time.perf_counter()
-    with ThreadPoolExecutor(THREADS) as pool, PartSpool() as spool:
+    with ThreadPoolExecutor(THREADS) as pool, PartSpool(Path(tempfile.gettempdir())) as spool:
         for named in (None, (BasePolicy(policy_version=0, state_root="0" * 64), base)):
             encoding, packed = encode_parts(weights, named, keep=spool.keep, pool=pool)
             index, sent = open_index(packed, encoding, table), sent + encoding.sent_bytes

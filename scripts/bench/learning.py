@@ -55,7 +55,7 @@ from prime_node.broadcast.audit.safetensors_file import write_safetensors
 from prime_node.cli.wire_environments import build_environments
 from prime_node.ports.train_backend import OptimizerSettings
 from prime_node.trainer.config import TrainerConfig
-from prime_node.trainer.evaluate import Evaluator, held_out
+from prime_node.trainer.evaluate import Evaluator, HeldOutSets, held_out
 from prime_node.trainer.lessons import Lessons
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.assignment import Sampling
@@ -157,8 +157,9 @@ class Bench:
         self._evaluator = Evaluator(self._engine, self._tokenizer, questions, self._sampling, seed=1)
         self._lessons = Lessons(environments, {task: 1.0}, self._tokenizer, seed=seed, problems=8_192, batch_size=64)
         self._start = out / f"start-{task}-seed{seed}"
+        marker = Evaluator(self._engine, self._tokenizer, HeldOutSets((), questions.evaluation), self._sampling, seed=1)
         self._loop = LearningLoop(
-            self._engine, self._tokenizer, self._environment, self._evaluator, self._sampling, seed, GROUPS, ROLLOUTS
+            self._engine, self._tokenizer, self._environment, marker, self._sampling, seed, GROUPS, ROLLOUTS
         )
 
     async def teach(self, steps_max: int) -> None:

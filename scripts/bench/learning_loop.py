@@ -78,8 +78,8 @@ class LearningLoop:
         return {"evaluations": marks, **found, "diverged": diverged, "seconds": seconds}
 
     async def evaluate(self, weights: Weights, step: int) -> dict[str, float]:
-        """Return the sampled accuracy of a policy on the held-out problems."""
-        return {"step": step, "sampled": round(await self.evaluator.sampled_accuracy(weights, step), 4)}
+        """Return the sampled accuracy of a policy on the problems that the evaluator has for its stopping rule."""
+        return {"step": step, "sampled": round(await self.evaluator.stopping_accuracy(weights, step), 4)}
 
     async def _step_groups(self, step: int, policy: int, weights: Weights) -> list[Group]:
         """Sample and score one step's groups."""

@@ -39,7 +39,7 @@ from prime_node.adapters.models.pretrained_model import pretrained_weights
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.cli.wire_environments import build_environments
 from prime_node.trainer.config import TrainerConfig
-from prime_node.trainer.evaluate import Evaluator, held_out
+from prime_node.trainer.evaluate import Evaluator, HeldOutSets, held_out
 from prime_node.trainer.recipe import Recipe
 from prime_protocol.assignment import Sampling
 from prime_protocol.run_spec import EnvironmentSpec
@@ -88,7 +88,7 @@ def loop_of(folder: Path, problems: int) -> LearningLoop:
     tokenizer, engine = HfTokenizer(folder), TransformersEngine(folder)
     sampling = Sampling(completion_tokens_max=run["completion_tokens_max"], stop_token_ids=(tokenizer.stop_token_id,))
     questions = held_out(environments, tokenizer, evaluation=problems, stopping=0)
-    evaluator = Evaluator(engine, tokenizer, questions, sampling, seed=1)
+    evaluator = Evaluator(engine, tokenizer, HeldOutSets((), questions.evaluation), sampling, seed=1)
     groups, rollouts = run["groups_per_step"], run["rollouts_per_group"]
     return LearningLoop(engine, tokenizer, environments[name], evaluator, sampling, SEED, groups, rollouts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,12 @@ from prime_node.broadcast.publish.publisher import Publisher
 from prime_protocol.weights import Weights, WeightTensor
 
 UntrustedRow = list[Published]
+_FOLDER = tempfile.TemporaryDirectory()
+
+
+def new_folder() -> Path:
+    """Return an empty folder that ends with the process."""
+    return Path(tempfile.mkdtemp(dir=_FOLDER.name))
 
 
 def weights(version: int, *, other: bool = False) -> Weights:
@@ -32,7 +39,7 @@ def make(
         clock=VirtualClock(),
         pending_max=pending_max,
         on_published=on_published,
-        folder=folder,
+        folder=folder or new_folder(),
     )
 
 

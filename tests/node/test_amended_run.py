@@ -36,6 +36,7 @@ from prime_node.validator.validator import Validator
 from prime_node.worker.generating import bundle_for, requests_for
 from prime_protocol.assignment import Sampling
 from prime_protocol.check_policy import CheckPolicy
+from prime_protocol.digest import digest_of
 from prime_protocol.envelope import open_envelope, parse_json
 from prime_protocol.errors import LocalError
 from prime_protocol.key_ring import Role
@@ -107,7 +108,8 @@ async def receipt_of_next_bundle(world: World, engines: Engines) -> Receipt:
     lease = await world.lease(ANNA, rollouts_max=2)
     completions = await engines.sampler.generate(requests_for(lease), lease.sampling)
     rollouts = rollouts_for(lease, completions)
-    parcel = bundle_for(lease, rollouts, key=ANNA, engine=engines.sampler.info, created_at_ms=0, lease_digest=None)
+    digest = digest_of(lease.model_dump_json().encode())
+    parcel = bundle_for(lease, rollouts, key=ANNA, engine=engines.sampler.info, created_at_ms=0, lease_digest=digest)
     await world.client(ANNA).upload(parcel)
 
     async def found() -> bool:

@@ -342,10 +342,10 @@ async def test_a_held_out_episode_that_blocks_costs_the_others_nothing(run: Pinn
             return 1.0
 
     problems: list[Any] = [Dying(number) for number in range(3)]
-    questions = HeldOutSets(tuple(HeldOutPrompt("again", (1,), problem, answers=True) for problem in problems), ())
+    questions = HeldOutSets((), tuple(HeldOutPrompt("again", (1,), problem, answers=True) for problem in problems))
     made = Evaluator(
         TransformersEngine(model), HfTokenizer(model), questions, run.spec.sampling, seed=1, bounds=bounds_of(run.spec)
     )
-    assert await made.sampled_accuracy(initial_weights(model, 0), 0) == 1.0  # the one that fails is no wrong answer
+    assert await made.stopping_accuracy(initial_weights(model, 0), 0) == 1.0  # the one that fails is no wrong answer
     assert sorted(began) == [0, 0, 1, 1, 2, 2]
     await made.close()

@@ -151,14 +151,6 @@ async def test_refused_answers_are_asked_again() -> None:
         assert [one.slot for one in (await world.lease(ANNA)).groups] == [one.slot for one in lease.groups]
 
 
-async def test_another_problem_than_the_evaluations_is_refused_and_is_no_strike() -> None:
-    """Older workers play another environment for an evaluation and cannot detect it."""
-    async with running(examined(memory_parts(RUN, evaluation=SETTINGS)), ANNA) as world:
-        await answer(world, await world.lease(ANNA), reason=RejectReason.WRONG_CONTEXT)
-        (worker,) = (await world.status())["workers"]
-        assert (worker["strikes"], list(worker["refused"])) == (0, [RejectReason.INCOMPLETE])
-
-
 async def test_rewards_may_be_beyond_one() -> None:
     """An environment of verifiers returns a weighted sum of rewards."""
     async with running(examined(memory_parts(RUN, evaluation=SETTINGS)), ANNA) as world:

@@ -22,6 +22,7 @@ from tests.node.batch_coordinator import (
     make_bundle,
     make_run,
 )
+from tests.node.publisher_world import new_folder
 from tests.time_world import VirtualClock
 
 from prime_node.broadcast.publish.encoder import WholeCopy
@@ -43,7 +44,7 @@ from prime_protocol.weights import WeightTensor
 async def coordinator() -> BatchCoordinator:
     """Return a coordinator with policies 0 to 3 published."""
     made = BatchCoordinator(make_run(max_steps=20))
-    publisher = Publisher(made, made.run, TRAINER, clock=VirtualClock(), pending_max=9)
+    publisher = Publisher(made, made.run, TRAINER, clock=VirtualClock(), pending_max=9, folder=new_folder())
     await publisher.start()
     for version in range(4):
         weights = {"layer": WeightTensor("bf16", (4,), np.full(4, version, np.uint16))}

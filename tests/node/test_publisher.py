@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.builder import build_manifest, provenance
 from tests.node.batch_coordinator import STRANGER, TRAINER, BatchCoordinator, Fuse, KilledError, make_run
-from tests.node.publisher_world import UntrustedRow, make, publish, sparse, weights
+from tests.node.publisher_world import UntrustedRow, make, new_folder, publish, sparse, weights
 from tests.time_world import VirtualClock
 
 from prime_node.broadcast.publish.encoder import SpanEncoder, WholeCopy
@@ -50,7 +50,7 @@ async def test_policies_are_published_in_order_as_one_chain(coordinator: BatchCo
 
 async def test_dates_do_not_decrease_along_the_chain_when_the_clock_is_put_back(coordinator: BatchCoordinator) -> None:
     clock = VirtualClock()
-    publisher = Publisher(coordinator, coordinator.run, TRAINER, clock=clock, pending_max=0)
+    publisher = Publisher(coordinator, coordinator.run, TRAINER, clock=clock, pending_max=0, folder=new_folder())
     await publisher.start()
     for version in range(3):
         await publisher.submit(version, weights(version), provenance(version))
@@ -166,7 +166,7 @@ async def test_a_head_that_the_trainer_did_not_sign_is_refused(coordinator: Batc
     await honest.submit(0, weights(0), provenance(0))
     await honest.flush()
     await honest.close()
-    forger = Publisher(coordinator, coordinator.run, STRANGER, clock=VirtualClock(), pending_max=0)
+    forger = Publisher(coordinator, coordinator.run, STRANGER, clock=VirtualClock(), pending_max=0, folder=new_folder())
     await forger.start()
     with pytest.raises(RemoteError) as refused:
         await forger.submit(1, weights(1), provenance(1))
@@ -176,7 +176,13 @@ async def test_a_head_that_the_trainer_did_not_sign_is_refused(coordinator: Batc
 
 async def test_every_key_that_it_is_given_signs(coordinator: BatchCoordinator) -> None:
     publisher = Publisher(
-        coordinator, coordinator.run, TRAINER, cosigners=[STRANGER], clock=VirtualClock(), pending_max=0
+        coordinator,
+        coordinator.run,
+        TRAINER,
+        cosigners=[STRANGER],
+        clock=VirtualClock(),
+        pending_max=0,
+        folder=new_folder(),
     )
     await publisher.start()
     await publisher.submit(0, weights(0), provenance(0))

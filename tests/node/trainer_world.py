@@ -204,6 +204,7 @@ def make_trainer(
             pending_max=run.spec.async_level,
             rules=config.publish.rules(),
             on_published=record_published(metrics),
+            folder=folder,
             copy_of=inner.copy_of,
         ),
         evaluator=Evaluator(

@@ -110,7 +110,6 @@ class OtlpTraces:
             self._ids.root.reset(token)
 
     def begin(self, name: str, subject: str, attributes: Attributes) -> _Open:
-        """Begin a span that `end` ends."""
         root = self._root(subject)
         if not self._is_kept(root):
             return _Open(NonRecordingSpan(trace.INVALID_SPAN_CONTEXT))

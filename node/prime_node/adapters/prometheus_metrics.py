@@ -34,7 +34,6 @@ class PrometheusMetrics:
                     self._histograms[metric.name] = Histogram(*arguments, registry=self._registry, buckets=buckets)
 
     def add(self, name: str, amount: float = 1.0, /, **labels: str) -> None:
-        """Increase a counter."""
         key = (name, *labels.items())
         counter = self._counted.get(key)
         if counter is None:
@@ -43,17 +42,14 @@ class PrometheusMetrics:
         counter.inc(amount)
 
     def set(self, name: str, value: float, /, **labels: str) -> None:
-        """Set a gauge."""
         gauge = self._gauges[name]
         (gauge.labels(**_shown(labels)) if labels else gauge).set(value)
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
-        """Add a value to a histogram."""
         histogram = self._histograms[name]
         (histogram.labels(**_shown(labels)) if labels else histogram).observe(value)
 
     def exposition(self) -> tuple[bytes, str]:
-        """Return all metrics as text, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
 

@@ -157,18 +157,8 @@ class Evaluator:
 
     async def stopping_accuracy(self, weights: Weights, sft_step: int) -> float:
         """Return the sampled accuracy on the stopping rule's problems. Raises LocalError if none of them can be marked."""
-        return await self._accuracy(self._questions.stopping, weights, sft_step)
-
-    async def sampled_accuracy(self, weights: Weights, policy_version: int) -> float:
-        """Return `eval_sampled` alone, with one sample of each problem: half of the work. Raises LocalError as above."""
-        return await self._accuracy(self._questions.evaluation, weights, policy_version)
-
-    async def close(self) -> None:
-        """Free the engine. Idempotent."""
-        await self._engine.close()
-
-    async def _accuracy(self, questions: Sequence[HeldOutPrompt], weights: Weights, policy_version: int) -> float:
-        await self._engine.load(weights, policy_version=policy_version)
+        questions = self._questions.stopping
+        await self._engine.load(weights, policy_version=sft_step)
         marks = await self._ask(questions, self._sampling, samples=1)
         if questions and not any(mark.num_completions for mark in marks):
             raise LocalError(
@@ -176,6 +166,10 @@ class Evaluator:
                 "in the log and fix the environment"
             )
         return _mean([mark.share for mark in marks if mark.num_completions])
+
+    async def close(self) -> None:
+        """Free the engine. Idempotent."""
+        await self._engine.close()
 
     async def _ask(self, questions: Sequence[HeldOutPrompt], sampling: Sampling, *, samples: int) -> list[Mark]:
         """Return one mark for each problem, over `samples` completions."""

@@ -111,11 +111,9 @@ class TransformersEngine:
 
     @property
     def swaps(self) -> frozenset[SwapPolicy]:
-        """All swaps that let a completion span policies."""
         return frozenset(swap for swap in SwapPolicy if swap.spans_policies)
 
     async def update(self, weights: Weights, *, policy_version: int, swap: SwapPolicy) -> None:
-        """Swap to another policy at the next token."""
         update = _Update(weights, policy_version, swap)
         self._updates.append(update)
         self._thread.submit(self._apply_updates)  # runs if the engine is idle, or if the current call ends first

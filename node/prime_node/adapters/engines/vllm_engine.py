@@ -171,7 +171,6 @@ class VllmEngine:
         self._loaded = True
 
     async def generate(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
-        """Sample one completion for each request. Raises EngineMismatch."""
         assert self._loaded, "no weights have been loaded"
         completions = await self._watch.call(self._sample(requests, sampling))
         self._watch.answered()

@@ -205,7 +205,6 @@ class ProcessEnvironment:
         return _checked(as_text, self.process.ask("answer", self._name, index=index))
 
     def held_out(self, count: int) -> list[ProcessProblem]:
-        """Return the first `count` evaluation problems."""
         found = _checked(partial(as_texts, count=count), self.process.ask("held_out", self._name, count=count))
         kind = ProcessTurnProblem if isinstance(self, ProcessTurnEnvironment) else ProcessProblem
         return [kind(self.process, self._name, count, number, prompt) for number, prompt in enumerate(found)]
@@ -215,11 +214,9 @@ class ProcessTurnEnvironment(ProcessEnvironment):
     """Implementation of ports.environment.PartedTurnEnvironment by a child."""
 
     async def play(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> float:
-        """Play one training episode and return its reward."""
         return await self.process.play(self._name, ask, as_reward, index=index, prompt=prompt_token_ids)
 
     async def play_parts(self, index: int, prompt_token_ids: tuple[int, ...], ask: Ask) -> Mapping[str, float]:
-        """Play one training episode and return its further rewards by name."""
         return await self.process.play(self._name, ask, as_parts, index=index, prompt=prompt_token_ids, parts=True)
 
 
@@ -235,11 +232,9 @@ class ProcessProblem:
     prompt: str
 
     def is_correct(self, completion: str, *, finished: bool) -> bool:
-        """Return whether a completion is exactly right."""
         return _checked(as_flag, self._ask("is_correct", completion, finished))
 
     def score(self, completion: str, *, finished: bool) -> float:
-        """Return the reward of a completion."""
         return _checked(as_reward, self._ask("score_held_out", completion, finished))
 
     def _ask(self, method: str, completion: str, finished: bool) -> Any:

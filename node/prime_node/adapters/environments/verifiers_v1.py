@@ -114,7 +114,6 @@ class VerifiersEnvironment:
         return [HeldOutTask(self, task) for task in self._split[1][:count]]
 
     async def play(self, index: int, prompt_token_ids: TokenIds, ask: Ask) -> float:
-        """Play one training episode and return its reward."""
         return await self.episode(self._task(index), ask)
 
     async def play_parts(self, index: int, prompt_token_ids: TokenIds, ask: Ask) -> Mapping[str, float]:

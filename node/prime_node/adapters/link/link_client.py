@@ -78,7 +78,6 @@ class LinkClient:
         """Frames of this turn of the loop: one packet for all of them."""
 
     async def ask(self, call: ForwardedCall) -> ForwardedAnswer:
-        """Forward a request. Raises RemoteError."""
         if self._writer is None or self._sealer is None:
             raise _unlinked()
         number = next(self._numbers)
@@ -103,7 +102,6 @@ class LinkClient:
                 self._streams.pop(number, None)
 
     async def keep(self) -> None:
-        """Keep the link open, to the first address at which a writer answers. Runs until it is cancelled."""
         opened: _Opened | None = None
         while True:
             opened = opened or await self._first_opened(self._addresses)

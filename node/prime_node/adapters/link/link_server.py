@@ -88,7 +88,6 @@ class LinkServer:
         body_bytes_max: int,
         may_send: Callable[[], bool] | None,
     ) -> int:
-        """Listen, and return the port. Raises LocalError."""
         host, port = address
         self.body_bytes_max = body_bytes_max
         loop = asyncio.get_running_loop()
@@ -108,7 +107,6 @@ class LinkServer:
         return lambda: _Link(self, answer, secret, run, may_send)
 
     async def stop(self) -> None:
-        """End all links."""
         if self._server is not None:
             self._server.close()
         for link in list(self.links):

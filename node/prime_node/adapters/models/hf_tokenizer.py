@@ -57,11 +57,9 @@ class HfTokenizer:
 
     @property
     def stop_token_id(self) -> int:
-        """Token id that ends a completion."""
         return self._stop_token_id
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return a problem's text as token ids, with the template around it."""
         return [*self._head, *self.encode(text), *self._tail]
 
     def encode(self, text: str) -> list[int]:

@@ -23,7 +23,6 @@ class LateNetwork:
 
     @property
     def peer_id(self) -> KeyId:
-        """Return this peer's own key id."""
         return self._peer_id
 
     def serve(self, protocol: str, handler: RequestHandler, *, request_bytes_max: int) -> None:
@@ -44,7 +43,6 @@ class LateNetwork:
         return self._made is None or self._made.has_ended()
 
     async def ended(self) -> None:
-        """Wait until it has stopped because of a fault."""
         await self._network.ended()
 
     async def close(self) -> None:
@@ -57,7 +55,6 @@ class LateNetwork:
         return () if self._made is None else self._made.addresses()
 
     def reachability(self) -> Reachability:
-        """Return how others can reach this peer."""
         if self._made is None:
             return Reachability.PRIVATE if self._private else Reachability.UNKNOWN
         return self._made.reachability()
@@ -67,11 +64,9 @@ class LateNetwork:
         return (0, 0) if self._made is None else self._made.punched()
 
     def connected(self) -> tuple[ConnectedPeer, ...]:
-        """Return the currently connected peers."""
         return () if self._made is None else self._made.connected()
 
     def known(self) -> tuple[PeerAddress, ...]:
-        """Return the known peers."""
         return () if self._made is None else self._made.known()
 
     def learn(self, peers: tuple[PeerAddress, ...]) -> None:
@@ -80,37 +75,30 @@ class LateNetwork:
             self._made.learn(peers)
 
     def stay_linked(self, address: PeerAddress) -> None:
-        """Connect to a bootstrap peer now and whenever the link is lost."""
         if self._made is not None:
             self._made.stay_linked(address)
 
     async def connect(self, address: PeerAddress, *, timeout_s: float = 10.0) -> ConnectedPeer:
-        """Connect to a peer."""
         return await self._network.connect(address, timeout_s=timeout_s)
 
     async def disconnect(self, peer: KeyId) -> None:
-        """Close every link to a peer."""
         if self._made is not None:
             await self._made.disconnect(peer)
 
     async def block(self, peer: KeyId, reason: str) -> None:
-        """Close every link to a misbehaving peer and accept none from it."""
         await self._network.block(peer, reason)
 
     async def request(
         self, peer: KeyId, protocol: str, payload: bytes, *, timeout_s: float, reply_bytes_max: int
     ) -> bytes:
-        """Send a request to a connected peer and return its answer."""
         return await self._network.request(
             peer, protocol, payload, timeout_s=timeout_s, reply_bytes_max=reply_bytes_max
         )
 
     async def provide(self, digest: str) -> None:
-        """Record in the DHT that this peer provides the content."""
         await self._network.provide(digest)
 
     async def providers(self, digest: str) -> tuple[PeerAddress, ...]:
-        """Return the peers that the DHT lists."""
         return await self._network.providers(digest)
 
     @property

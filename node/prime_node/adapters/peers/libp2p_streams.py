@@ -167,8 +167,6 @@ class Streams:
         return await stream.ask(payload, reply_bytes_max=reply_bytes_max)
 
     def serve(self, protocol: str, answer: Serve, *, request_bytes_max: int) -> None:
-        """Answer requests of a protocol with `answer`."""
-
         async def handle(stream: INetStream) -> None:
             peer = str(stream.muxed_conn.peer_id)
             if self._held[peer] >= limits.PEER_STREAMS_MAX:

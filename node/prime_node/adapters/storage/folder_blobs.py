@@ -44,19 +44,15 @@ class FolderBlobs:
         self._partial = _open_folder(folder)
 
     async def put(self, data: bytes, *, digest: str | None = None) -> str:
-        """Store a blob and return its digest."""
         return await asyncio.to_thread(self._put, data, digest)
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [start, end) of a blob. Raises KeyError. Raises DamagedBlob if the disk cannot read them."""
         return await asyncio.to_thread(self._get, digest, start, end)
 
     async def size(self, digest: str) -> int:
-        """Return the size of a blob. Raises KeyError."""
         return _size_of(self._place(digest), digest)
 
     async def has(self, digest: str) -> bool:
-        """Return whether a blob is stored."""
         try:
             await self.size(digest)
         except KeyError:
@@ -64,7 +60,6 @@ class FolderBlobs:
         return True
 
     async def delete(self, digest: str) -> None:
-        """Delete a blob. Idempotent."""
         # Not synced: a blob that returns after a power loss does no harm.
         await asyncio.to_thread(self._path(digest).unlink, missing_ok=True)
 
@@ -128,11 +123,9 @@ class FolderDocuments:
         await asyncio.to_thread(self._write, name, data)
 
     async def read(self, name: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [start, end) of a document. Raises KeyError."""
         return await asyncio.to_thread(_part_of, place(self._folder, name), name, start, end)
 
     async def size(self, name: str) -> int:
-        """Return the size of a document. Raises KeyError."""
         return _size_of(place(self._folder, name), name)
 
     def names(self) -> list[str]:

@@ -53,7 +53,6 @@ class FolderSource:
         return await self._envelope(RUN_NAME)
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:  # a folder has no changes to wait for
-        """Read the newest manifest; None before the first."""
         try:
             return await self._envelope(HEAD_NAME)
         except RemoteError as error:
@@ -82,7 +81,6 @@ class FolderSource:
         return await self._envelope(TIMESTAMP_NAME)
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [start, end) of a blob, unverified. Raises RemoteError or Unreachable."""
         if not is_digest(digest):
             raise RemoteError(ErrorCode.NOT_FOUND, f"not a digest: {digest[:80]!r}")
         name, bytes_max = blob_name(digest), self.bounds.blob_bytes_max

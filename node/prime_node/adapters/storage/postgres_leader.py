@@ -79,7 +79,6 @@ class TermKeeper:
         return self._held is not None and self._held.is_lost
 
     def may_answer(self) -> bool:
-        """Return whether the term lasts at this moment."""
         return self._held is not None and self._held.may_answer(now_s())
 
     async def begun(self, *, is_patient: bool) -> int:

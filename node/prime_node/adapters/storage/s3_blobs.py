@@ -93,7 +93,6 @@ class S3Blobs:
         """URL of its folder."""
 
     async def put(self, data: bytes, *, digest: str | None = None) -> str:
-        """Store a blob and return its digest."""
         digest = digest or digest_of(data)
         if not await self._written(digest, data, "create") and not await self._holds(digest, data):
             log.warning(
@@ -131,7 +130,6 @@ class S3Blobs:
         return size
 
     async def has(self, digest: str) -> bool:
-        """Return whether a blob is stored."""
         try:
             await self.size(digest)
         except (KeyError, DamagedBlob):  # what is put again replaces a damaged one
@@ -139,14 +137,12 @@ class S3Blobs:
         return True
 
     async def delete(self, digest: str) -> None:
-        """Delete a blob. Idempotent."""
         try:
             await self._asked(digest, obstore.delete_async(self._store, _key(digest)))
         except KeyError:
             return
 
     async def digests(self, *, before_ms: int | None = None) -> AsyncIterator[str]:
-        """Yield the digests of all blobs, or of those that were stored before a time."""
         try:
             async for page in obstore.list(self._store):
                 for found in page:
@@ -220,7 +216,6 @@ class S3UploadUrls:
             raise LocalError(f'coordinator.uploads = "direct" would name URLs that workers refuse: {detail}') from error
 
     def url(self, name: str, *, body_bytes: int, sha256: bytes) -> str:
-        """Return a URL for one PUT of these bytes as the blob `name`, which never replaces an object. It expires."""
         base = urlsplit(f"{self._base}/{_key(name)}")
         path, now = quote(base.path), time.gmtime()
         day, moment = time.strftime("%Y%m%d", now), time.strftime("%Y%m%dT%H%M%SZ", now)

@@ -35,11 +35,9 @@ class SharedDocuments:
         await self._folder.write(name, data)
 
     async def read(self, name: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Return bytes [start, end) of a document. Raises KeyError."""
         return await self._folder.read(name, start=start, end=end)
 
     async def size(self, name: str) -> int:
-        """Return the size of a document. Raises KeyError."""
         return await self._folder.size(name)
 
 
@@ -61,16 +59,13 @@ class PostgresLeadership:
 
     @property
     def is_leading(self) -> bool:
-        """Whether a term was begun and no other coordinator has ended it."""
         keeper = self._database.keeper
         return keeper is not None and keeper.epoch is not None and not keeper.is_lost
 
     def may_answer(self) -> bool:
-        """Return whether the term lasts at this moment."""
         return self._database.keeper is not None and self._database.keeper.may_answer()
 
     async def led(self) -> None:
-        """Return once this coordinator leads. Raises LocalError."""
         await self._database.lead(is_patient=self._is_patient)
         await self._store.reload()
         if not await self._database.documents(after=-1, limit=1):
@@ -82,7 +77,6 @@ class PostgresLeadership:
                 yield room, name, await documents.read(name)
 
     async def lost(self) -> None:
-        """Return once another coordinator has taken over."""
         assert self._database.keeper is not None
         await self._database.keeper.lost()
 

@@ -145,7 +145,6 @@ class SqlStore:
         receipts: Sequence[StoredReceipt] = (),
         ledger: Sequence[str] = (),
     ) -> None:
-        """Append events, receipts and ledger lines in one transaction. Raises StoreConflict."""
         expected = range(self._last_number + 1, self._last_number + 1 + len(events))
         if [entry.number for entry in events] != list(expected):
             raise StoreConflict(f"the next event is {self._last_number + 1}")
@@ -199,7 +198,6 @@ class SqlStore:
             after = last
 
     async def chapters(self) -> list[Chapter]:
-        """Return the chapters of the archive."""
         rows = await self._database.fetch(
             "SELECT chapter, max(number), max(at_ms), sum(CASE WHEN first = chapter THEN num_bytes ELSE 0 END),"
             " sum(num_bytes) FROM journal GROUP BY chapter ORDER BY chapter"
@@ -249,7 +247,6 @@ class SqlStore:
             first = rows[-1][0] + 1
 
     async def ledger_length(self) -> int:
-        """Return the number of ledger lines."""
         return self._ledger_length
 
     async def close(self) -> None:

@@ -175,7 +175,6 @@ class SqliteDatabase:
         await self._write_or_tell(self._append, batch)
 
     async def save_snapshot(self, snapshot: Row, archived: Row | None, kept_from: int) -> None:
-        """Replace the snapshot, delete the events before its number, and archive a segment."""
         await self._write_or_tell(self._transact, self._save_snapshot, snapshot, archived, kept_from)
 
     async def set_closed(self, reason: str) -> None:

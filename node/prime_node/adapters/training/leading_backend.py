@@ -101,7 +101,6 @@ class LeadingBackend:
         self._call("keep_policy", which)
 
     def begin_critic(self) -> None:
-        """Give the critic the policy's weights on all ranks."""
         self._call("begin_critic")
 
     def values(self, samples: Sequence[TrainSample]) -> list[list[float]]:
@@ -110,7 +109,6 @@ class LeadingBackend:
         return found
 
     def train_critic(self, samples: Sequence[TrainSample], *, lr: float) -> CriticStats:
-        """Train the critic one step on all ranks."""
         stats: CriticStats = self._call("train_critic_share", lr, own=self._backend.shares(samples))
         return stats
 

@@ -144,7 +144,6 @@ class TorchBackend:
             )
 
     def new_optimizer(self, settings: OptimizerSettings) -> None:
-        """Start a new optimizer."""
         self._settings = settings
         self._optimizer = make_optimizer(list(self._masters.tensors.values()), settings)
 
@@ -167,7 +166,6 @@ class TorchBackend:
         return shares(samples, self.packing, ranks=self._ranks.count)
 
     def train_step(self, samples: Sequence[TrainSample] | PackedBatch, loss: Loss, *, lr: float) -> StepStats:
-        """Train one step on all samples of a batch."""
         return self.train_share(self.shares(samples)[self._ranks.rank], loss, lr)
 
     def train_share(self, share: RankShare, loss: Loss, lr: float) -> StepStats:
@@ -217,7 +215,6 @@ class TorchBackend:
         )
 
     def logprobs(self, samples: Sequence[TrainSample], of: KeptPolicy | None = None) -> list[list[float]]:
-        """Return the logprobs of every completion token in nats. Raises LocalError."""
         return self.scores.logprobs(self.shares(samples)[self._ranks.rank], len(samples), of)
 
     def score_norms(self, samples: Sequence[TrainSample]) -> list[list[float]]:
@@ -227,11 +224,9 @@ class TorchBackend:
     def top_logprobs(
         self, samples: Sequence[TrainSample], count: int, of: KeptPolicy | None = None
     ) -> list[TopLogprobs]:
-        """Return the likeliest tokens at every completion token. Raises LocalError."""
         return self.scores.top_logprobs(self.shares(samples)[self._ranks.rank], len(samples), count, of)
 
     def keep_policy(self, which: KeptPolicy) -> None:
-        """Keep the current policy."""
         self._kept.keep(which)
 
     def begin_critic(self) -> None:
@@ -241,7 +236,6 @@ class TorchBackend:
             self._critic.begin(self._policy.model)
 
     def values(self, samples: Sequence[TrainSample]) -> list[list[float]]:
-        """Return the critic's value before every completion token."""
         return self.share_values(self.shares(samples)[self._ranks.rank], len(samples))
 
     def share_values(self, share: RankShare, num_samples: int) -> list[list[float]]:
@@ -250,7 +244,6 @@ class TorchBackend:
         return self._critic.values(share, num_samples)
 
     def train_critic(self, samples: Sequence[TrainSample], *, lr: float) -> CriticStats:
-        """Train the critic one step."""
         return self.train_critic_share(self.shares(samples)[self._ranks.rank], lr)
 
     def train_critic_share(self, share: RankShare, lr: float) -> CriticStats:

@@ -140,13 +140,11 @@ class AiohttpServer:
             ) from None
 
     def overload(self, path: str, sender: Callable[[], Sender | None]) -> RemoteError | None:
-        """Return the error for a request that came another way and is refused for load; None for one that is answered."""
         if self.shedding is None or not self.shedding.pressure:
             return None
         return self.shedding.refusal_of(path, sender())
 
     def cut_waiting(self, within_s: float) -> None:
-        """Cut the connections of requests without an answer, each at a random time within `within_s`."""
         for connection in () if self._manager is None else self._manager.connections:
             assert isinstance(connection, GuardedHandler)
             if connection.is_busy:

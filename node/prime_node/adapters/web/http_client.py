@@ -254,6 +254,7 @@ class HttpClient(HttpExchange):
     # Operator
 
     async def admin(self, request: AdminRequest) -> None:
+        """Give an order of the operator. Raises RemoteError if it is refused."""
         await self._ask(request)
 
     async def add_key_ring(self, ring: Envelope) -> None:

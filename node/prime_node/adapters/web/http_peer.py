@@ -145,7 +145,6 @@ class HttpDialBack:
         self._run = run
 
     async def answers(self, address: str, peer: KeyId) -> bool:
-        """Return whether the peer's key answers at an address."""
         nonce, asked = secrets.token_hex(16), RangeClient(address, stall_s=limits.DIAL_BACK_S_MAX, connections_max=1)
         with contextlib.closing(asked), contextlib.suppress(RemoteError, Unreachable, TimeoutError):
             async with asyncio.timeout(limits.DIAL_BACK_S_MAX):

@@ -47,31 +47,24 @@ class PacedSource:
         self._allowed_s = PATIENCE_S
 
     async def run_spec(self) -> Envelope:
-        """Fetch the RunSpec."""
         return await self._ask(self._source.run_spec, _size_of)
 
     async def head(self, *, wait_s: float = 0.0) -> Envelope | None:
-        """Fetch the newest manifest."""
         return await self._ask(lambda: self._source.head(wait_s=wait_s), _size_of)
 
     async def manifest(self, policy_version: int) -> Envelope:
-        """Fetch a manifest."""
         return await self._ask(lambda: self._source.manifest(policy_version), _size_of)
 
     async def key_ring(self, version: int) -> Envelope:
-        """Fetch a key ring."""
         return await self._ask(lambda: self._source.key_ring(version), _size_of)
 
     async def calibration(self, version: int) -> Envelope:
-        """Fetch an amendment of the calibration."""
         return await self._ask(lambda: self._source.calibration(version), _size_of)
 
     async def timestamp(self) -> Envelope:
-        """Fetch the timestamp."""
         return await self._ask(self._source.timestamp, _size_of)
 
     async def blob(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """Fetch bytes [start, end) of a blob."""
         return await self._ask(lambda: self._source.blob(digest, start=start, end=end), len)
 
     async def _ask(self, call: Callable[[], Awaitable[T]], size_of: Callable[[T], int]) -> T:

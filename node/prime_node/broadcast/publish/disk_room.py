@@ -24,9 +24,9 @@ class PartSpool:
     Used by one thread at a time.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """Open a spool. `folder` has room for all encodings of a policy; the default is the system's temporary folder."""
-        self._folder = Path(folder or tempfile.gettempdir())
+    def __init__(self, folder: Path) -> None:
+        """Open a spool in a folder that has room for all encodings of a policy."""
+        self._folder = folder
         self.file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by __exit__
         self._places: dict[str, int] = {}
         self._end = 0
@@ -47,7 +47,7 @@ class PartSpool:
                 written += os.pwrite(self.file.fileno(), memoryview(data)[written:], self._end + written)
         except OSError as error:
             raise LocalError(
-                f"an encoded policy does not fit into {self._folder}: {error}. Free some space there, or set TMPDIR"
+                f"an encoded policy does not fit into {self._folder}: {error}. Free some space there"
             ) from error
         self._places[entry.digest] = self._end
         self._end += len(data)
@@ -70,18 +70,17 @@ class DiskRoom:
     for: the system would fill the disk before it refuses.
     """
 
-    def __init__(self, tensors: Sequence[TensorEntry], folder: Path | None = None) -> None:
+    def __init__(self, tensors: Sequence[TensorEntry], folder: Path) -> None:
         """Allocate the space. Raises LocalError if the disk has no room."""
-        place = Path(folder or tempfile.gettempdir())
         size = sum(_room(entry.dtype, entry.shape) for entry in tensors)
-        with tempfile.TemporaryFile(dir=place) as file:
+        with tempfile.TemporaryFile(dir=folder) as file:
             try:
-                if size > (free := shutil.disk_usage(place).free):
+                if size > (free := shutil.disk_usage(folder).free):
                     raise OSError(f"only {free:,} bytes are free")
                 os.posix_fallocate(file.fileno(), 0, max(1, size))
             except OSError as error:
                 raise LocalError(
-                    f"a policy of {size:,} bytes does not fit into {place}: {error}. Free some space there"
+                    f"a policy of {size:,} bytes does not fit into {folder}: {error}. Free some space there"
                 ) from error
             self._bytes = np.memmap(file, np.uint8, mode="r+", shape=(max(1, size),))
         self._end = 0

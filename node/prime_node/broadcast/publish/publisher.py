@@ -80,14 +80,14 @@ class Publisher:
         cosigners: Sequence[SigningKey] = (),
         rules: SpanRules | None = None,
         on_published: Callable[[Published], None] = lambda published: None,
-        folder: Path | None = None,
+        folder: Path,
         copy_of: Callable[[Weights], PolicyCopy] = WholeCopy,
     ) -> None:
         """Publish to `coordinator`.
 
         `cosigners` sign each manifest in addition to `key`. `on_published` is called for each announced policy, from the
-        event loop. `folder` holds policies in progress and the manifest that was signed last (None: a temporary folder, and
-        nothing is remembered). `copy_of` is the train backend's, for policy 0 after a restart.
+        event loop. `folder` holds policies in progress and the manifest that was signed last. `copy_of` is the train
+        backend's, for policy 0 after a restart.
         """
         self._coordinator = coordinator
         self._run = run
@@ -97,7 +97,7 @@ class Publisher:
         self._encoder = SpanEncoder(rules or SpanRules())
         self._on_published = on_published
         self._spool_folder = folder
-        self._last_signed = None if folder is None else LastSigned(folder)
+        self._last_signed = LastSigned(folder)
         self._copy_of = copy_of
         self._config_digest = next(file.digest for file in run.spec.model_files if file.name == "config.json")
         self._head: SignedManifest | None = None
@@ -121,12 +121,11 @@ class Publisher:
         envelope = await ask_until_answered(self._coordinator.head, what="head of the chain", clock=self._clock)
         if envelope is not None:
             self._head = checked_manifest(envelope, self._run)
-        if self._last_signed is not None:
-            last = await asyncio.to_thread(self._last_signed.unanswered, self._head, run=self._run.digest)
-            if last is not None:
-                await self._send_again(last)
-            elif self._head is not None:
-                await self._note(self._head)
+        last = await asyncio.to_thread(self._last_signed.unanswered, self._head, run=self._run.digest)
+        if last is not None:
+            await self._send_again(last)
+        elif self._head is not None:
+            await asyncio.to_thread(self._last_signed.note, self._head)
         if self._head is not None and self._encoder.rules.root_every:
             await first_of(self._take_up_first(), self._clock.sleep(FIRST_S_MAX))
         self._worker = asyncio.create_task(self._work())
@@ -221,10 +220,6 @@ class Publisher:
             )
         )
 
-    async def _note(self, signed: SignedManifest) -> None:
-        if self._last_signed is not None:
-            await asyncio.to_thread(self._last_signed.note, signed)
-
     async def _send_again(self, envelope: Envelope) -> None:
         """Send a manifest for which an earlier process got no answer: peers may have it.
 
@@ -277,7 +272,8 @@ class Publisher:
                 await self._put(await asyncio.to_thread(spool.read, part), version)
             for read in () if attached is None else attached.blobs():
                 await self.put_aside(await asyncio.to_thread(read), what=f"the training state of policy {version}")
-            await self._note(signed)  # not earlier: a later start may be unable to make its blobs again
+            # Not earlier: a later start may be unable to make its blobs again.
+            await asyncio.to_thread(self._last_signed.note, signed)
             try:
                 await self._announce(signed)
                 return

@@ -11,8 +11,7 @@
                                                           WRONG_TYPE
     (7) sizes that the lease can possibly need            TOO_LARGE, DECOMPRESSED_TOO_LARGE
     (8) the body is the one that was signed               DIGEST_MISMATCH
-    (9) the digest of the lease in the header, if it names one
-                                                          WRONG_TYPE
+    (9) the digest of the lease in the header             WRONG_TYPE
 
 A new bundle counts against its worker's rate (TOO_MANY_REQUESTS), and is a sign of life. A repeated bundle has a rate of its
 own, because anyone who has recorded it can send it again. Neither is charged if the worker's announcement was (requests.py).
@@ -252,8 +251,6 @@ class BundleIntake:
 
     def _require_lease_digest(self, header: RolloutHeader, lease: LeaseRecord) -> None:
         """Check step (9): a bundle kept for another lease than this one would prove nothing. Raise RemoteError."""
-        if header.lease_digest is None:  # of an older worker
-            return
         try:
             granted = self.assigner.lease_digest(lease)
         except Exception as error:  # an environment is foreign code, and after a restart it makes the prompts again
@@ -261,7 +258,7 @@ class BundleIntake:
             detail = "an environment of the coordinator fails; try again later"
             raise RemoteError(ErrorCode.UNAVAILABLE, detail, retry_after_s=ENVIRONMENT_RETRY_S) from error
         if header.lease_digest != granted:
-            raise RemoteError(ErrorCode.WRONG_TYPE, "the header names the digest of another lease than was granted")
+            raise RemoteError(ErrorCode.WRONG_TYPE, "the header does not name the digest of the lease that was granted")
 
     def _charge(self, bucket: str, is_charged: bool) -> None:
         if not is_charged:

@@ -285,13 +285,9 @@ class Judging:
         verdict = request.verdict
         if (pending := self.decisions.state.bundles.get(request.bundle)) is None:  # another validator was faster
             return
-        reason = verdict.reason
-        if reason is RejectReason.WRONG_CONTEXT and self.decisions.state.is_evaluation(pending.lease.slots):
-            # Older workers without evaluations run another problem under that number. It is rejected, so they gain nothing by it.
-            reason = RejectReason.INCOMPLETE
         given = ev.VerdictGiven(
             bundle=request.bundle,
-            reason=reason,
+            reason=verdict.reason,
             detail=verdict.detail,
             rewards=request.rewards,
             num_tokens=request.num_tokens,
@@ -304,15 +300,15 @@ class Judging:
             logprobs=request.logprobs or "",
             unjudged=is_uncalibrated(pending, request) and not self.tasks.pairs.knows(pending.engine_class),
         )
-        outcome = str(reason or "accepted")
+        outcome = str(verdict.reason or "accepted")
         with spanned("verdict", of_lease(pending.lease.lease_id), bundle=request.bundle[:12], outcome=outcome):
             self.decisions.decide(given)
         if verdict.accepted:
             self.curation.rate(pending.lease, request.bundle)
             self.tasks.look_again(pending, opinion, tokens_s=tokens_s)
-        elif reason is RejectReason.INCOMPLETE:
+        elif verdict.reason is RejectReason.INCOMPLETE:
             note_failed(self.decisions, pending.lease)
-        elif reason is RejectReason.UNVERIFIABLE and request.unscored:
+        elif verdict.reason is RejectReason.UNVERIFIABLE and request.unscored:
             note_failed(self.decisions, pending.lease, is_judged=True)
         for name, value in request.measured.items():
             if name in self.measured or len(self.measured) < MEASURED_MAX:
