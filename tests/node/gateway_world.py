@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ def hearing(parts: Parts) -> tuple[Parts, LinkServer]:
 
 def gateway_parts(
     run: PinnedRun,
-    writer_ports: list[int],
+    writer_ports: Sequence[int],
     *,
     secret: bytes = SECRET,
     bundles: Blobs | None = None,

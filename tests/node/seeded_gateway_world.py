@@ -14,7 +14,7 @@ from tests.node.coordinator_world import memory_parts
 from tests.node.gateway_world import SECRET
 from tests.node.seeded_faults_world import Fault
 from tests.node.seeded_network_world import ANSWER_S_MAX, BadNetwork, require_changes, require_head
-from tests.node.seeded_parts_world import Disk, ProcessBlobs, SimulatedProcess, SimulatedServer, SkewedClock
+from tests.node.seeded_parts_world import Disk, ProcessBlobs, ServedMachine, SimulatedProcess
 
 from prime_lab.virtual_tcp import VirtualTcp
 from prime_node.adapters.link.link_client import LinkClient
@@ -91,35 +91,20 @@ async def require_settled(
     assert not left, f"a writer has not answered {left} in {ANSWER_S_MAX:.0f} s"
 
 
-class SimulatedGateway:
-    """One gateway, which a service starts again whenever it ends."""
+class SimulatedGateway(ServedMachine):
+    """One gateway."""
 
     def __init__(
         self, name: str, run: PinnedRun, ports: Sequence[int], tcp: VirtualTcp, disk: Disk, drawn: random.Random
     ) -> None:
         self.name = name
-        self._run, self._ports, self._tcp, self._disk, self._drawn = run, ports, tcp, disk, drawn
+        self._run, self._ports, self._lines = run, ports, tcp
         self._shares_storage = drawn.random() < 0.5
-        self.clock = SkewedClock()
-        self.down_until_s = 0.0
-        self._daemon: asyncio.Task[None] | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self.process, self.web = SimulatedProcess(self._disk, self._drawn, self.clock), SimulatedServer()
-
-    async def keep(self) -> None:
-        """Serve until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(max(0.0, self.down_until_s - loop.time()))
-            await self._serve()
-            await asyncio.sleep(0.5)
+        super().__init__(disk, drawn, tcp)
 
     async def _serve(self) -> None:
-        self._begin()
         process = self.process
-        self._tcp.place(self.name, process)
+        self._lines.place(self.name, process)
         link = LinkClient([(self.name, port) for port in self._ports], secret=SECRET, run=self._run.digest)
         parts = GatewayParts(
             run=self._run,
@@ -138,21 +123,12 @@ class SimulatedGateway:
                 daemon.result()
                 raise AssertionError("a gateway has ended by itself")
         finally:
-            self.crash(0.0, is_silent=False)
+            self.crash(0.0)
             await asyncio.gather(daemon, return_exceptions=True)
-
-    def crash(self, down_s: float, *, is_silent: bool) -> None:
-        """End the daemon at once; the writer learns of it unless `is_silent`: a machine without power."""
-        self.down_until_s = max(self.down_until_s, asyncio.get_running_loop().time() + down_s)
-        self.process.end()
-        self.web.end()
-        self._tcp.end(self.process, is_silent=is_silent)
-        if self._daemon is not None:
-            self._daemon.cancel()
 
     async def disturb(self, fault: Fault, port: int) -> None:
         """Let one fault begin, and heal it. `port` is that of the writer whose wire is concerned."""
-        wire, process = self._tcp.wire(self.name, port), self.process
+        wire, process = self._lines.wire(self.name, port), self.process
         match fault.kind:
             case "gateway crash" | "gateway power":
                 self.crash(fault.seconds, is_silent=fault.kind == "gateway power")

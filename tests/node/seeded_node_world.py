@@ -17,9 +17,7 @@ from tests.node.seeded_parts_world import (
     ProcessBlobs,
     ProcessDocuments,
     ProcessStore,
-    SimulatedProcess,
-    SimulatedServer,
-    SkewedClock,
+    ServedMachine,
     hashes_as_signatures,
 )
 
@@ -54,8 +52,8 @@ ENDS = (OSError, TransientFault)
 """What ends a coordinator that a service starts again."""
 
 
-class SimulatedNode:
-    """One coordinator, which a service starts again whenever it ends."""
+class SimulatedNode(ServedMachine):
+    """One coordinator."""
 
     def __init__(
         self,
@@ -68,28 +66,12 @@ class SimulatedNode:
     ) -> None:
         """With `tcp`, it hears gateways at `port`."""
         self._parts = setting.parts
-        self._tcp, self.port = tcp, port
-        self._disk, self._drawn, self._row = disk, drawn, row
-        self.clock = SkewedClock()
-        self.down_until_s = 0.0
+        self.port, self._row = port, row
         self.term: SimulatedTerm | None = None
         self.listener: SimulatedListener | None = None
-        self._daemon: asyncio.Task[None] | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self.process, self.web = SimulatedProcess(self._disk, self._drawn, self.clock), SimulatedServer()
-
-    async def keep(self) -> None:
-        """Serve until cancelled."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(max(0.0, self.down_until_s - loop.time()))
-            await self._serve()
-            await asyncio.sleep(0.5)
+        super().__init__(disk, drawn, tcp)
 
     async def _serve(self) -> None:
-        self._begin()
         disk, process = self._disk, self.process
         self.term = None if self._row is None else SimulatedTerm(self._row, process, self._drawn)
         made: dict[str, Any] = {
@@ -124,16 +106,6 @@ class SimulatedNode:
                 self._tcp.end(process, is_silent=False)
             if self.term is not None:
                 await self.term.end()
-
-    def crash(self, down_s: float, *, is_silent: bool = False) -> None:
-        """End the daemon at once: nothing that it does from here on reaches the disk. Gateways learn of it if not `is_silent`."""
-        self.down_until_s = max(self.down_until_s, asyncio.get_running_loop().time() + down_s)
-        self.process.end()
-        self.web.end()
-        if self._tcp is not None:
-            self._tcp.end(self.process, is_silent=is_silent)
-        if self._daemon is not None:
-            self._daemon.cancel()
 
 
 def _may_end(error: BaseException | None) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from prime_lab.memory_blobs import MemoryBlobs, MemoryDocuments
 from prime_lab.memory_store import MemoryStore
+from prime_lab.virtual_tcp import VirtualTcp
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.coordinator import journal
 from prime_node.coordinator.state.invariants import check_invariants
@@ -266,3 +267,43 @@ def replaced(owner: Any, **made: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+class ServedMachine:
+    """One process of a simulated run, which a service starts again whenever it ends."""
+
+    def __init__(self, disk: Disk, drawn: random.Random, tcp: VirtualTcp | None) -> None:
+        self._disk, self._drawn, self._tcp = disk, drawn, tcp
+        self.clock = SkewedClock()
+        self.down_until_s = 0.0
+        self._daemon: asyncio.Task[None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.process, self.web = SimulatedProcess(self._disk, self._drawn, self.clock), SimulatedServer()
+
+    async def keep(self) -> None:
+        """Serve until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(0.0, self.down_until_s - loop.time()))
+            self._begin()
+            await self._serve()
+            await asyncio.sleep(0.5)
+
+    async def _serve(self) -> None:
+        """Serve until the daemon ends."""
+        raise NotImplementedError
+
+    def crash(self, down_s: float, *, is_silent: bool = False) -> None:
+        """End the daemon at once: nothing that it does from here on reaches the disk.
+
+        The other side of a link learns of it unless `is_silent`: a machine without power.
+        """
+        self.down_until_s = max(self.down_until_s, asyncio.get_running_loop().time() + down_s)
+        self.process.end()
+        self.web.end()
+        if self._tcp is not None:
+            self._tcp.end(self.process, is_silent=is_silent)
+        if self._daemon is not None:
+            self._daemon.cancel()

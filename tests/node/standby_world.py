@@ -14,6 +14,9 @@ from tests.node.coordinator_process import Daemon, start
 from tests.node.coordinator_world import ANNA, HEARTBEAT, World
 from tests.time_world import be_slow
 
+from prime_lab.free_ports import free_ports
+from prime_lab.postgres_server import PASSWORD, PostgresServer
+from prime_lab.s3_server import S3Server
 from prime_protocol.body_claim import REQUEST_HEADER
 
 LEADER_S_MAX = 60.0
@@ -90,6 +93,12 @@ class Pair:
             with contextlib.suppress(ProcessLookupError):
                 daemon.send(signal.SIGKILL)
             await daemon.wait()
+
+
+def pair_for_gateways(folder: Path, blobs: str, postgres: PostgresServer, s3: S3Server) -> Pair:
+    """Return two coordinators of one database and one bucket that hear gateways. They start in the test."""
+    settings = {"store": postgres.make_database(), "blobs": blobs, "standby": "true", "term_seconds": "1.0"}
+    return Pair(folder, settings, {"PGPASSWORD": PASSWORD, **s3.environment}, link_ports=free_ports(2))
 
 
 async def unanswered(port: int, requests: list[bytes]) -> list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:

@@ -15,11 +15,11 @@ from tests.node.crowd_world import Crowd, check_promises
 from tests.node.gateway_world import SECRET, gateway_parts, serving
 from tests.node.link_world import BODY_BYTES_MAX, RUN, answering
 from tests.node.silent_line_world import silent_line
-from tests.node.standby_world import Pair
+from tests.node.standby_world import pair_for_gateways
 from tests.time_world import until
 
 from prime_lab.free_ports import free_ports
-from prime_lab.postgres_server import PASSWORD, PostgresServer
+from prime_lab.postgres_server import PostgresServer
 from prime_lab.s3_server import BUCKET, S3Server
 from prime_node.adapters.link import link_client
 from prime_node.adapters.link.link_client import LinkClient
@@ -128,9 +128,7 @@ async def test_work_continues_at_a_gateway_whose_leader_is_stopped_and_nothing_c
     tmp_path: Path, postgres: PostgresServer, s3: S3Server
 ) -> None:
     run, blobs = make_run(**crash_run()), f"s3://{BUCKET}/{tmp_path.name}"
-    settings = {"store": postgres.make_database(), "blobs": blobs, "standby": "true", "term_seconds": "1.0"}
-    writers = free_ports(2)
-    pair = Pair(tmp_path, settings, {"PGPASSWORD": PASSWORD, **s3.environment}, link_ports=writers)
+    pair = pair_for_gateways(tmp_path, blobs, postgres, s3)
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(pair.kill)
         await pair.start(0)
@@ -138,7 +136,7 @@ async def test_work_continues_at_a_gateway_whose_leader_is_stopped_and_nothing_c
         session = await stack.enter_async_context(aiohttp.ClientSession())
         stopped = await pair.leader(session)
         bundles, public = [await open_blobs(blobs, run, Path(name)) for name in ("bundles", "blobs")]
-        gateway = gateway_parts(run, writers, bundles=bundles, public=public, blobs=blobs)
+        gateway = gateway_parts(run, pair.link_ports, bundles=bundles, public=public, blobs=blobs)
         world = World(run, memory_parts(run), await stack.enter_async_context(serving(gateway)), session)
         for key in (ANNA, BEN, VALIDATOR, TRAINER):
             stack.push_async_callback(world.client(key).close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -13,10 +13,9 @@ from tests.node.coordinator_process import crash_run
 from tests.node.coordinator_world import ANNA, BEN, TRAINER, VALIDATOR, World, make_run, memory_parts
 from tests.node.crowd_world import Crowd, check_promises
 from tests.node.gateway_world import gateway_parts, serving
-from tests.node.standby_world import Pair
+from tests.node.standby_world import pair_for_gateways
 
-from prime_lab.free_ports import free_ports
-from prime_lab.postgres_server import PASSWORD, PostgresServer
+from prime_lab.postgres_server import PostgresServer
 from prime_lab.s3_server import BUCKET, S3Server
 from prime_node.cli.wire_store import open_blobs
 from prime_protocol.run_spec import PinnedRun
@@ -25,7 +24,7 @@ from prime_protocol.run_spec import PinnedRun
 class Gateways:
     """Gateways at addresses that stay."""
 
-    def __init__(self, run: PinnedRun, writers: list[int], blobs: str) -> None:
+    def __init__(self, run: PinnedRun, writers: Sequence[int], blobs: str) -> None:
         self.urls: list[str] = []
         self._run, self._writers, self._blobs = run, writers, blobs
         self._open: list[contextlib.AsyncExitStack] = []
@@ -59,12 +58,10 @@ async def test_leader_standby_and_gateways_are_replaced_under_load_without_loss(
     tmp_path: Path, postgres: PostgresServer, s3: S3Server
 ) -> None:
     run, blobs = make_run(**crash_run()), f"s3://{BUCKET}/{tmp_path.name}"
-    settings = {"store": postgres.make_database(), "blobs": blobs, "standby": "true", "term_seconds": "1.0"}
-    writers = free_ports(2)
-    pair = Pair(tmp_path, settings, {"PGPASSWORD": PASSWORD, **s3.environment}, link_ports=writers)
+    pair = pair_for_gateways(tmp_path, blobs, postgres, s3)
     await pair.start(0)
     await pair.start(1)
-    gateways = Gateways(run, writers, blobs)
+    gateways = Gateways(run, pair.link_ports, blobs)
 
     async def replace_coordinator(place: int) -> None:
         pair.daemons[place].send(signal.SIGINT)
