@@ -1,6 +1,7 @@
 """Heartbeats of a gateway, several to one call: a call costs the writer five times as much as a heartbeat in it.
 
-Waiting: a heartbeat waits for HOLD_S at most, or until its call is FULL, then for the writer's answer to the call.
+Waiting: a heartbeat waits for HOLD_S at most, or until its call is FULL, then for the writer's answer to the call. A writer of
+an earlier release, which does not know the call, gets them one by one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 
 from prime_node.coordinator.api.forwarded import heartbeat_answers_of, heartbeats_to_bytes
 from prime_node.ports.writer_link import BEATS, ForwardedAnswer, ForwardedCall, WriterLink
+from prime_protocol.errors import ErrorCode, RemoteError
 
 HOLD_S = 0.005
 """Time for which a heartbeat waits for others."""
@@ -54,6 +56,8 @@ class HeartbeatCalls:
             answers = heartbeat_answers_of(answer, beats)
         except Exception as error:  # noqa: BLE001 (it belongs to those who wait)
             answers = [error] * len(waiting)
+            if isinstance(error, RemoteError) and error.code is ErrorCode.NOT_FOUND:
+                answers = await asyncio.gather(*map(self._link.ask, beats), return_exceptions=True)
         for (_, future), found in zip(waiting, answers, strict=True):
             if future.done():  # its caller has left
                 continue
