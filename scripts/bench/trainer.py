@@ -31,8 +31,7 @@ import torch
 from checks import Output, at_least
 
 from prime_node.adapters.engines.torch_weights import to_weights
-from prime_node.adapters.training.packed_attention import NAME
-from prime_node.adapters.training.sequence_attention import SequenceLayout
+from prime_node.adapters.training.packed_attention import NAME, SequenceLayout
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.algo.losses import find_loss
 from prime_node.algo.packing import pack_sequences

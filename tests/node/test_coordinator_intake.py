@@ -32,7 +32,7 @@ from prime_node.coordinator.api.limiter import Buckets
 from prime_node.coordinator.api.nonces import MEMORY_S, Nonces
 from prime_node.coordinator.api.receipts import receipt_signer
 from prime_node.coordinator.assignments import Assigner, secret_of
-from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.check_queue import CheckQueue
 from prime_node.coordinator.journal import open_journal
 from prime_node.coordinator.manifests import kept_encodings
 from prime_node.coordinator.presence import Presence

@@ -16,7 +16,7 @@ from tests.node.table_engine import STOP_TOKEN, table_weights
 from tests.node.validator_world import TableScorer, generate, make_bundle, make_lease, make_validator
 from tests.time_world import VirtualClock
 
-from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.check_queue import CheckQueue
 from prime_node.ports.engine import GenerateRequest, ScoreRequest
 from prime_node.validator import references
 from prime_node.validator.loop import run_validator as run_validator

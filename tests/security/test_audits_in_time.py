@@ -12,7 +12,7 @@ from tests.time_world import VirtualClock
 from prime_lab.cheating import Strategy, at_rate, once_trusted, play
 from prime_node.broadcast.routes import UpdateRoute
 from prime_node.coordinator.assembly import open_coordinator
-from prime_node.coordinator.checks import HELD_S_MAX, SILENT_S, TOKENS_S_MAX, CheckQueue
+from prime_node.coordinator.check_queue import HELD_S_MAX, SILENT_S, TOKENS_S_MAX, CheckQueue
 from prime_node.coordinator.state import audits
 from prime_node.coordinator.state import events as ev
 from prime_protocol.assignment import Sampling

@@ -11,7 +11,7 @@ from tests.node.tiny_engine_world import tiny_engine
 
 from prime_node import memory
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.adapters.models.batch_cache import BatchCache
+from prime_node.adapters.models.causal_model import BatchCache
 from prime_node.memory import MachineMemory
 from prime_node.ports.engine import GenerateRequest
 from prime_protocol import limits

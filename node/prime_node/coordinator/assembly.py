@@ -40,7 +40,7 @@ from prime_node.coordinator.api.status import StatusPages, StatusReport
 from prime_node.coordinator.api.training import TrainerBatches
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.calibrated_pairs import CalibratedPairs
-from prime_node.coordinator.checks import COMPARED_FACTOR, CheckQueue
+from prime_node.coordinator.check_queue import COMPARED_FACTOR, CheckQueue
 from prime_node.coordinator.config import CoordinatorConfig
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.check_queue import CheckQueue
 from prime_node.coordinator.evaluating import Evaluations
 from prime_node.coordinator.journal import Journal
 from prime_node.coordinator.measure.observer import Observer

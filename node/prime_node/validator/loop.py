@@ -49,7 +49,7 @@ SAY_S = 10.0
 LOADS_MAX = 2
 """Attempts to load weights that the scorer then computes correctly, before giving up."""
 HOLDING_S = 5.0
-"""Seconds between two lists of the bundles in progress. The coordinator allows nine times as many (checks.py)."""
+"""Seconds between two lists of the bundles in progress. The coordinator allows nine times as many (check_queue.py)."""
 HOLDING_MAX = 1_024
 """Bundles in one list. The settings allow fewer here."""
 LATE_S_MAX = 300.0

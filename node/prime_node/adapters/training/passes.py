@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from prime_node.adapters.training.packed_attention import Layout
+from prime_node.adapters.training.packed_attention import Layout, SequenceLayout
 from prime_node.adapters.training.ranks import Ranks
-from prime_node.adapters.training.sequence_attention import SequenceLayout
 from prime_node.adapters.training.sharding import DTYPES, Placement, units
 from prime_node.adapters.training.tree_attention import TreeLayout
 from prime_node.algo.packing import PackedSequences, pack_sequences

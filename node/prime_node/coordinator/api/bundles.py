@@ -10,7 +10,7 @@ from functools import partial
 
 from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.api.requests import Caller, RequestGate, require_role
-from prime_node.coordinator.checks import CheckQueue
+from prime_node.coordinator.check_queue import CheckQueue
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state.records import PendingBundle
 from prime_node.patience import at_once

@@ -13,7 +13,7 @@ from prime_node.coordinator.api.leasing import note_failed
 from prime_node.coordinator.api.receipts import ReceiptLists
 from prime_node.coordinator.assignments import Assigner
 from prime_node.coordinator.calibrated_pairs import CalibratedPairs, is_uncalibrated
-from prime_node.coordinator.checks import CheckQueue, lease_tokens_max
+from prime_node.coordinator.check_queue import CheckQueue, lease_tokens_max
 from prime_node.coordinator.curation import Curation
 from prime_node.coordinator.decisions import Decisions
 from prime_node.coordinator.state import copies, suspicion
