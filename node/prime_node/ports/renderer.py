@@ -32,10 +32,10 @@ class Parsed:
 class Renderer(Protocol):
     """One model family's chat format. Pure: the same on every machine with the same release and the same model files."""
 
-    def render_ids(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> list[int]:
+    def render_ids(self, messages: Sequence[Message]) -> list[int]:
         """Render the whole conversation, with the opening of the next answer."""
 
-    def parse_response(self, token_ids: Sequence[int], *, tools: Sequence[Message] = ()) -> Parsed:
+    def parse_response(self, token_ids: Sequence[int]) -> Parsed:
         """Parse a sampled answer, its stop token included if it has one."""
 
     def bridge_to_next_turn(
@@ -43,8 +43,6 @@ class Renderer(Protocol):
         prompt_token_ids: Sequence[int],
         completion_token_ids: Sequence[int],
         new_messages: Sequence[Message],
-        *,
-        tools: Sequence[Message] = (),
     ) -> list[int] | None:
         """Return the next prompt: prompt and answer exactly as they were, then the new messages.
 

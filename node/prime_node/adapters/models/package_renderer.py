@@ -73,15 +73,12 @@ class PackageRenderer:
         """Name of the chosen renderer."""
         return str(self._renderer.config.name)
 
-    def render_ids(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> list[int]:
-        """Render messages as token ids, with the start of the next answer."""
-        return list(self._renderer.render_ids(_list(messages), tools=_list(tools) or None, add_generation_prompt=True))
+    def render_ids(self, messages: Sequence[Message]) -> list[int]:
+        return list(self._renderer.render_ids(_list(messages), add_generation_prompt=True))
 
-    def parse_response(self, token_ids: Sequence[int], *, tools: Sequence[Message] = ()) -> Parsed:
+    def parse_response(self, token_ids: Sequence[int]) -> Parsed:
         """Parse an answer into text, reasoning and tool calls. Raises TooCostly."""
-        found = parsed_within(
-            self._renderer.parse_response, self._tokenizer, list(token_ids), tools=_list(tools) or None
-        )
+        found = parsed_within(self._renderer.parse_response, self._tokenizer, list(token_ids))
         calls = tuple(map(_tool_call, found.tool_calls))
         return Parsed(found.content, found.reasoning_content or "", calls)
 
@@ -90,12 +87,9 @@ class PackageRenderer:
         prompt_token_ids: Sequence[int],
         completion_token_ids: Sequence[int],
         new_messages: Sequence[Message],
-        *,
-        tools: Sequence[Message] = (),
     ) -> list[int] | None:
-        """Return the next prompt, which begins with these tokens; None if there is no bridge."""
         bridged = self._renderer.bridge_to_next_turn(
-            list(prompt_token_ids), list(completion_token_ids), _list(new_messages), tools=_list(tools) or None
+            list(prompt_token_ids), list(completion_token_ids), _list(new_messages)
         )
         return None if bridged is None else list(bridged.token_ids)
 

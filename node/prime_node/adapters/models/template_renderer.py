@@ -7,7 +7,6 @@ none.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,17 +28,15 @@ class TemplateRenderer:
             self._template = Tokenizer.from_file(str(folder / "tokenizer.json"))
             self._render = chat_template(folder)
 
-    def render_ids(self, messages: Sequence[Message], *, tools: Sequence[Message] = ()) -> list[int]:
+    def render_ids(self, messages: Sequence[Message]) -> list[int]:
         """Render messages as token ids. Raises ValueError if the template does not show each message exactly once."""
-        _refuse_tools(tools)
         ids: list[int] = []
         for is_text, part in self._parts(messages):
             ids += self._plain.encode(part) if is_text else self._special(part)
         return ids
 
-    def parse_response(self, token_ids: Sequence[int], *, tools: Sequence[Message] = ()) -> Parsed:
-        """Decode an answer as plain text. Raises ValueError for tools."""
-        _refuse_tools(tools)
+    def parse_response(self, token_ids: Sequence[int]) -> Parsed:
+        """Decode an answer as plain text."""
         return Parsed(self._plain.decode(list(token_ids)))
 
     def bridge_to_next_turn(
@@ -47,11 +44,7 @@ class TemplateRenderer:
         prompt_token_ids: Sequence[int],
         completion_token_ids: Sequence[int],
         new_messages: Sequence[Message],
-        *,
-        tools: Sequence[Message] = (),
     ) -> list[int] | None:
-        """Return the next prompt, which begins with these tokens; None if there is no bridge."""
-        _refuse_tools(tools)
         example = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         try:
             parts = self._parts([*example, *new_messages])
@@ -82,10 +75,3 @@ class TemplateRenderer:
                 raise ValueError("the chat template does not show each message exactly once and in order")
             parts += [(False, before), (True, str(message["content"]))]
         return [*parts, (False, rest)]
-
-
-def _refuse_tools(tools: Sequence[Message]) -> None:
-    if tools:
-        raise ValueError(
-            f"a plain chat template does not support tools: choose a renderer for the model ({json.dumps(tools)[:80]})"
-        )
