@@ -1,12 +1,12 @@
 """The worker's loop: join, then lease, generate, sign, spool and upload, while following the policies.
 
 Concurrency. The worker joins first. `follow_control` reads what the contributor wants; a pause hands the leases back, and
-nothing is leased until it ends. `load_first` waits for the engine to be built, for a policy, and for the engine to hold
-it: nothing is leased before. `lease_ahead` waits for room (config.leases_ahead) and for the coordinator; it requests nothing
-while `trust` cannot establish the newest policy. `_generate` waits for leases, starts a task for each as soon as the engine takes it, and gives room back.
-These tasks wait for the engine and for the spool, each until its own bundle is spooled. The spool's `flush` waits for
-bundles and for the coordinator; the follower waits for new heads. No wait is endless: `quit` wakes everyone, and an
-unreachable coordinator is retried with growing pauses.
+nothing is leased until it ends. `load_first` waits for the engine to be built, for a policy, and for the engine to hold it:
+nothing is leased before. `lease_ahead` waits for room (config.leases_ahead) and for the coordinator; it requests nothing while
+`trust` cannot establish the newest policy. `_generate` waits for leases, starts a task for each as soon as the engine takes
+it, and gives room back. These tasks wait for the engine and for the spool, each until its own bundle is spooled. The spool's
+`flush` waits for bundles and for the coordinator; the follower waits for new heads. No wait is endless: `quit` wakes everyone,
+and an unreachable coordinator is retried with growing pauses.
 
 Pausing cancels the leases in hand, so that they are handed back and the processor is free at once. The engine stays loaded,
 and heartbeats, uploads and downloads of policies continue: the worker stays a member and resumes in a moment.
