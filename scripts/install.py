@@ -37,7 +37,14 @@ from typing import Any
 
 KEY = ""
 """Public key of the releases, 64 hexadecimal digits: `scripts/release --key` writes it into the copy that it releases."""
-LOCKS = {"verifier": "verifier", "operator": "operator", "worker": "worker", "trainer": "worker", "validator": "worker"}
+LOCKS = {
+    "verifier": ("verifier",),
+    "worker": ("worker",),
+    "operator": ("operator", "envs"),
+    "trainer": ("worker", "envs"),
+    "validator": ("worker", "envs"),
+}
+"""Locks of each role. Who makes a run's problems or scores answers gets the packages of environments, too."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 LINES_SHOWN = 6
 """Last lines of pip that are shown if it fails: its last one alone may be "for help visit ..."."""
@@ -191,17 +198,18 @@ def steps_of(folder: Path, place: Path, wheel: str, entries: list[str], *, has_g
     has_pip = importlib.machinery.PathFinder.find_spec("pip") is not None
     python = str(folder / "bin" / "python")
     pip = [sys.executable, "-I", "-m", "pip", "--python", python] if has_pip else [python, "-I", "-m", "pip"]
-    install = [*pip, "install", "--quiet", "--disable-pip-version-check"]
+    # The locks name every package, and each has a wheel. --no-deps: what they leave out is not looked for (scripts/lock)
+    install = [*pip, "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
     steps = [[sys.executable, "-I", "-m", "venv", *(["--without-pip"] if has_pip else []), str(folder)]]
     torch = next((entry.split()[0] for entry in entries if entry.startswith("torch==")), "")
     if torch and not has_gpu and sys.platform == "linux":
         print(f"no NVIDIA GPU: the CPU build of {torch} comes from {CPU_INDEX}, without a digest", flush=True)
-        steps += [[*install, "--no-deps", "--extra-index-url", CPU_INDEX, f"{torch}+cpu"]]
+        steps += [[*install, "--extra-index-url", CPU_INDEX, f"{torch}+cpu"]]
         entries = [entry for entry in entries if not CUDA_PARTS.match(entry)]
     (place / "lock.txt").write_text("\n".join([*entries, ""]))
     if entries:
         steps += [[*install, "--require-hashes", "-r", str(place / "lock.txt")]]
-    return [*steps, [*install, "--no-deps", str(place / wheel)]]
+    return [*steps, [*install, str(place / wheel)]]
 
 
 def make_environment(folder: Path, source: str, release: dict[str, Any], roles: list[str]) -> str:
@@ -210,7 +218,10 @@ def make_environment(folder: Path, source: str, release: dict[str, Any], roles: 
     if wheel == "":
         raise Stop(f"{source}: release.json names no wheel")
     entries = joined(
-        [checked(source, release, f"{name}.txt").decode() for name in sorted({LOCKS[role] for role in roles})]
+        [
+            checked(source, release, f"{name}.txt").decode()
+            for name in sorted({lock for role in roles for lock in LOCKS[role]})
+        ]
     )
     print(
         f"installing {len(entries)} packages for {', '.join(roles)}; this takes minutes, and prints no more", flush=True

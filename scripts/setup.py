@@ -49,7 +49,6 @@ from setup_pip import (
     INSTALL,
     LEFT_OUT,
     LOG,
-    PYCOSAT_PLACEHOLDER,
     ROOT,
     VENV,
     VENV_PYTHON,
@@ -270,9 +269,6 @@ def install(machine: Machine, extras: list[str]) -> None:
     requirements = VENV / "requirements.txt"
     requirements.write_text("\n".join(listing) + "\n")
     pip_or_fail(*INSTALL, "--requirement", str(requirements))
-    if "envs" in extras:
-        site_packages = next(VENV.glob("lib/python*/site-packages"))
-        (site_packages / "pycosat.py").write_text(PYCOSAT_PLACEHOLDER)
 
     # (4) this project
     say("(4) this project, editable")

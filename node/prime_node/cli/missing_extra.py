@@ -120,7 +120,7 @@ def how_to_install(*extras: str) -> str:
 def _of_release(extras: tuple[str, ...], folder: Path, kept: dict[str, Any]) -> str:
     """Return the advice for an installation by install.py: it adds roles; pip adds the other extras to this environment."""
     source = str(kept.get("source", "FOLDER")).rstrip("/")
-    roles = [{"train": "trainer", "coordinator": "operator"}.get(extra, extra) for extra in extras]
+    roles = [{"train": "trainer", "coordinator": "operator", "envs": "validator"}.get(extra, extra) for extra in extras]
     if set(roles) <= set(ROLES):
         words = [word for role in roles for word in ("--role", role)]
         words += ["--from", source, "--key", str(kept.get("key", ""))]

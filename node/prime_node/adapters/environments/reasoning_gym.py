@@ -6,13 +6,30 @@ same release of reasoning-gym; the project pins the release.
 
 from __future__ import annotations
 
+import sys
+from importlib.metadata import requires
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
-
-import reasoning_gym
 
 from prime_node.envs.dataset import comparison
 from prime_node.envs.source import SourceProblem
 
+NEEDS = {"codeio": "zss", "game_of_life": "cellpylib", "game_of_life_halting": "cellpylib", "zebra_puzzles": "pycosat"}
+"""Packages that come as source alone, by the tasks that use them. The installer leaves them out: it compiles nothing."""
+MISSING = {name for name in NEEDS.values() if find_spec(name) is None}
+
+
+def _imported() -> Any:
+    sys.modules.update({name: ModuleType(name) for name in MISSING})  # reasoning_gym imports all of them at once
+    import reasoning_gym
+
+    for name in MISSING:
+        del sys.modules[name]
+    return reasoning_gym
+
+
+GYM = _imported()
 ALMOST = 0.99
 """Credit of an answer that a scorer rates above 1 because of rounding."""
 RUNS_ANSWERS = frozenset(
@@ -43,8 +60,12 @@ class ReasoningGymSource:
         `compare` replaces the task's scorer by a comparison with its answer. `question_field` replaces its question by an entry
         of its metadata, such as the `expression` of chain_sum, without the task's own wording. `allow_code` permits a scorer
         that runs answers as code. Raises ValueError if the task or the comparison does not exist, the task rejects its options,
-        its first problem has no such field, or its scorer runs answers without permission.
+        its first problem has no such field, its scorer runs answers without permission, or a package that it needs is missing.
         """
+        if (package := NEEDS.get(task)) in MISSING:
+            pin = next(line for line in requires("reasoning-gym") or () if line.startswith(package))
+            install = f"python3 -m pip --python {sys.executable} install '{pin}'"
+            raise ValueError(f"task {task!r} needs the package {package}, which comes as source alone: `{install}`")
         if task in RUNS_ANSWERS and not compare and not allow_code:
             raise ValueError(
                 f"the scorer of task {task!r} runs answers as Python code, and strangers write the answers: set "
@@ -54,7 +75,7 @@ class ReasoningGymSource:
         self._question_field = question_field
         try:
             # The numbers provide the randomness: the seed and the size of a dataset would only shift and name them.
-            self._dataset = reasoning_gym.create_dataset(task, seed=0, size=2**62, **options)
+            self._dataset = GYM.create_dataset(task, seed=0, size=2**62, **options)
         except (TypeError, ValueError, AssertionError) as error:
             raise ValueError(f"task {task!r}: {error}") from error
         metadata = self._dataset[0]["metadata"] if question_field else {}
