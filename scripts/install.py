@@ -190,26 +190,46 @@ def joined(locks: list[str]) -> list[str]:
     return list(dict.fromkeys(entry for entry in entries if "==" in entry))
 
 
-def steps_of(folder: Path, place: Path, wheel: str, entries: list[str], *, has_gpu: bool) -> list[list[str]]:
-    """Return the commands that make an environment of a wheel and a lock in a place, and write that lock.
+def pip_of(folder: Path) -> tuple[list[str], list[list[str]]]:
+    """Return the command that installs into an environment in a folder, and the steps that make that environment.
 
-    -I: none imports modules from the folder in which this program was called.
+    -I: none imports modules from the folder in which this program was called. The locks name every package, and each of
+    them has a wheel: pip looks for no other package (--no-deps), and builds none.
     """
     has_pip = importlib.machinery.PathFinder.find_spec("pip") is not None
     python = str(folder / "bin" / "python")
     pip = [sys.executable, "-I", "-m", "pip", "--python", python] if has_pip else [python, "-I", "-m", "pip"]
-    # The locks name every package, and each has a wheel. --no-deps: what they leave out is not looked for (scripts/lock)
     install = [*pip, "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
-    steps = [[sys.executable, "-I", "-m", "venv", *(["--without-pip"] if has_pip else []), str(folder)]]
+    return install, [[sys.executable, "-I", "-m", "venv", *(["--without-pip"] if has_pip else []), str(folder)]]
+
+
+def _run_step(step: list[str], version: str) -> None:
+    """Run a step of an installation. Raises Stop with its last lines if it fails."""
+    ran = subprocess.run(step, capture_output=True, text=True, check=False)
+    if ran.returncode != 0:
+        said = (ran.stderr.strip() or ran.stdout.strip() or "no message").splitlines()
+        said = [line.strip() for line in said if not line.startswith("WARNING: Retrying")]
+        raise Stop(f"{version} could not be installed: {' | '.join(said[-LINES_SHOWN:])}")
+
+
+def add_torch_for_cpus(install: list[str], entries: list[str], version: str) -> list[str]:
+    """Install the CPU build of the torch of a lock, and return the entries that are still to be installed.
+
+    All of them if the lock has no torch, or if that build cannot be had: the lock's own build runs without a GPU, too.
+    """
     torch = next((entry.split()[0] for entry in entries if entry.startswith("torch==")), "")
-    if torch and not has_gpu and sys.platform == "linux":
-        print(f"no NVIDIA GPU: the CPU build of {torch} comes from {CPU_INDEX}, without a digest", flush=True)
-        steps += [[*install, "--extra-index-url", CPU_INDEX, f"{torch}+cpu"]]
-        entries = [entry for entry in entries if not CUDA_PARTS.match(entry)]
-    (place / "lock.txt").write_text("\n".join([*entries, ""]))
-    if entries:
-        steps += [[*install, "--require-hashes", "-r", str(place / "lock.txt")]]
-    return [*steps, [*install, str(place / wheel)]]
+    if torch == "" or sys.platform != "linux" or shutil.which("nvidia-smi") is not None:
+        return entries
+    print(f"no NVIDIA GPU: the CPU build of {torch} comes from {CPU_INDEX}, without a digest", flush=True)
+    try:
+        _run_step([*install, "--extra-index-url", CPU_INDEX, f"{torch}+cpu"], version)
+    except Stop as error:
+        print(
+            f"{shown(str(error))}\nit is replaced by the CUDA build of the lock, which is 2.7 GB to download",
+            flush=True,
+        )
+        return entries
+    return [entry for entry in entries if not CUDA_PARTS.match(entry)]
 
 
 def make_environment(folder: Path, source: str, release: dict[str, Any], roles: list[str]) -> str:
@@ -217,27 +237,26 @@ def make_environment(folder: Path, source: str, release: dict[str, Any], roles: 
     wheel = next((name for name in release["files"] if name.endswith(".whl")), "")
     if wheel == "":
         raise Stop(f"{source}: release.json names no wheel")
-    entries = joined(
-        [
-            checked(source, release, f"{name}.txt").decode()
-            for name in sorted({lock for role in roles for lock in LOCKS[role]})
-        ]
-    )
+    locks = sorted({lock for role in roles for lock in LOCKS[role]})
+    entries = joined([checked(source, release, f"{name}.txt").decode() for name in locks])
     print(
         f"installing {len(entries)} packages for {', '.join(roles)}; this takes minutes, and prints no more", flush=True
     )
-    with tempfile.TemporaryDirectory() as name:
-        place = Path(name)
-        (place / wheel).write_bytes(checked(source, release, wheel))
-        for step in steps_of(folder, place, wheel, entries, has_gpu=shutil.which("nvidia-smi") is not None):
-            ran = subprocess.run(step, capture_output=True, text=True, check=False)
-            if ran.returncode != 0:
-                shutil.rmtree(folder, ignore_errors=True)
-                said = (ran.stderr.strip() or ran.stdout.strip() or "no message").splitlines()
-                raise Stop(
-                    f"{release['version']} could not be installed: "
-                    + " | ".join(line.strip() for line in said[-LINES_SHOWN:])
-                )
+    install, steps = pip_of(folder)
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            place = Path(name)
+            (place / wheel).write_bytes(checked(source, release, wheel))
+            for step in steps:
+                _run_step(step, release["version"])
+            entries = add_torch_for_cpus(install, entries, release["version"])
+            (place / "lock.txt").write_text("\n".join([*entries, ""]))
+            if entries:
+                _run_step([*install, "--require-hashes", "-r", str(place / "lock.txt")], release["version"])
+            _run_step([*install, str(place / wheel)], release["version"])
+    except Stop:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return wheel
 
 

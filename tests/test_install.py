@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -198,12 +199,23 @@ def test_the_cpu_build_of_torch_brings_no_package_without_a_digest(tmp_path: Pat
         ["# made\nnumpy==2.0 \\\n    --hash=1\ntorch==2.1 \\\n    --hash=2\n", "numpy==2.0 \\\n    --hash=1\n"]
     )
     assert [entry.split()[0] for entry in entries] == ["numpy==2.0", "torch==2.1"]
-    steps = INSTALL["steps_of"](tmp_path / "versions", tmp_path, "a.whl", entries, has_gpu=False)
-    assert all({"--no-deps", "--only-binary"} <= set(step) for step in steps[1:]), (
-        "pip builds no package, and looks for none"
-    )
-    assert all(step[1] == "-I" for step in steps)
-    assert ("torch" in (tmp_path / "lock.txt").read_text()) == (sys.platform != "linux")
+    install, steps = INSTALL["pip_of"](tmp_path / "versions")
+    assert {"--no-deps", "--only-binary"} <= set(install), "pip builds no package, and looks for none"
+    assert all(step[1] == "-I" for step in (install, *steps))
+
+
+@pytest.mark.skipif(sys.platform != "linux" or shutil.which("nvidia-smi") is not None, reason="needs no CPU build here")
+def test_where_the_cpu_build_of_torch_is_not_to_be_had_the_lock_s_own_build_is_installed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    entries = ["numpy==2.0 --hash=1", "torch==2.1 --hash=2", "triton==3 --hash=3"]
+    add = INSTALL["add_torch_for_cpus"]
+    assert add(["true"], entries, "0.1.0") == entries[:1]
+    capsys.readouterr()
+    warns = "import sys; sys.exit('WARNING: Retrying (9)\\nERROR: no address')"
+    assert add([sys.executable, "-c", warns], entries, "0.1.0") == entries
+    printed = capsys.readouterr().out
+    assert "could not be installed: ERROR: no address\nit is replaced by the CUDA build" in printed
 
 
 def test_the_installer_replaces_no_command_of_another_program(tmp_path: Path) -> None:
