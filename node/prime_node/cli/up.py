@@ -124,8 +124,16 @@ def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Op
 
 
 def _settings(run_dir: RunDir, options: Options) -> UpConfig:
-    """Return the settings of `up`, and check those of its children too. Raises LocalError."""
+    """Return the settings of `up`, and check those of its children too, with the trainer's own code. Raises LocalError."""
+    from prime_node.algo.registry import import_object
+    from prime_node.trainer.config import TrainerConfig
+    from prime_node.trainer.pinned_recipe import import_paths
+
     check_settings(options, with_run=not run_dir.exists)
+    for path in sorted(import_paths(options.load(TrainerConfig))):
+        import_object(
+            path
+        )  # the trainer would only find a mistake when the run is made and everything else has started
     return options.load(UpConfig)
 
 
