@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,11 +116,12 @@ async def move_store(
 
     old, old_place = await open_database(present, run, folder)
     try:
+        await _require_rows(old, folder if present == EMBEDDED else None)
+        before = await summary_of(await SqlStore.over(old), run)
         new, new_place = await open_database(target, run, folder)
         try:
             if await has_moved(old, new, target_place=new_place):
                 return await summary_of(await SqlStore.over(new), run)
-            before = await summary_of(await SqlStore.over(old), run)
 
             async def check() -> None:
                 after = await summary_of(await SqlStore.over(new), run)
@@ -134,6 +136,17 @@ async def move_store(
             await new.close()
     finally:
         await old.close()
+
+
+async def _require_rows(database: Database, folder: Path | None) -> None:
+    """Check all rows of a store before its target is opened. `folder` is that of a file. Raises LocalError."""
+    from prime_node.adapters.storage.sql_store import SqlStore
+    from prime_node.adapters.storage.store_copy import require_plain_rows
+
+    if folder is not None:  # a server's columns have types
+        await asyncio.to_thread(require_plain_rows, (folder / STATE).resolve())
+    async for _ in (await SqlStore.over(database)).segments(after=-1):
+        pass
 
 
 async def _bring_documents(database: Database, folder: Path, public: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 
-from pydantic import ValidationError
-
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state import snapshot
 from prime_node.coordinator.state.records import State
@@ -34,14 +32,9 @@ class StateFollower:
 
         Raises LocalError if the store belongs to another run or release, or lacks events.
         """
-        try:
-            if self._snapshot == -1:
-                await self._load()
-            await self._fold()
-        except ValidationError as error:
-            raise LocalError(
-                f"the coordinator's store was written by another release: {error}; install that release"
-            ) from None
+        if self._snapshot == -1:
+            await self._load()
+        await self._fold()
         if self.state.rules != self._rules:
             raise LocalError("the coordinator's store belongs to another run; give each run its own folder")
 
@@ -64,7 +57,10 @@ class StateFollower:
         if latest is None:
             self._snapshot, self.number, self.state = None, 0, State(self._rules)
         else:
-            self.number, self.state = latest[0], snapshot.state_from_json(latest[1])
+            try:
+                self.number, self.state = latest[0], snapshot.state_from_json(latest[1])
+            except Exception as error:  # what a row can cause that no coordinator wrote
+                raise _strange(f"snapshot {latest[0]}", error) from error
             self._snapshot = self.number
 
     async def _fold_after(self) -> int | None:
@@ -73,9 +69,19 @@ class StateFollower:
         async for number, at_ms, payload in self._store.events(after=last):
             if number != last + 1:
                 return last + 1
-            tick(state, ev.event_from_json(payload), at_ms)
+            try:
+                tick(state, ev.event_from_json(payload), at_ms)
+            except Exception as error:
+                raise _strange(f"event {number}", error) from error
             self.number = last = number
         return None
+
+
+def _strange(row: str, error: Exception) -> LocalError:
+    return LocalError(
+        f"{row} in the coordinator's store is of another release, or damaged ({type(error).__name__}): install that release, or "
+        "put back a copy of the run's folder or database"
+    )
 
 
 async def restore_state(store: Store, rules: SchedulerRules) -> tuple[int, State]:

@@ -215,12 +215,12 @@ class SqlStore:
     ) -> tuple[list[StoredReceipt], int]:
         """Return a page of receipts and the number of the last change in it."""
         chosen, values = ("change > $3", ()) if worker is None else ("change > $3 AND worker = $4", (worker,))
-        rows = await self._database.fetch(_page("receipts", "envelope", chosen), chars_max, limit, after, *values)
+        rows = await self._database.fetch(page_query("receipts", "envelope", chosen), chars_max, limit, after, *values)
         return self._receipts(rows), rows[-1][0] if rows else after
 
     async def ledger(self, *, start: int, limit: int, chars_max: int = PAGE_CHARS_MAX) -> list[str]:
         """Return a page of ledger lines. Raises LocalError for a damaged one."""
-        rows = await self._database.fetch(_page("ledger", "line", "number >= $3"), chars_max, limit, start)
+        rows = await self._database.fetch(page_query("ledger", "line", "number >= $3"), chars_max, limit, start)
         for row in rows:
             require_intact(self._database.place, "ledger", row)
         return [line for _, line, _ in rows]
@@ -262,7 +262,7 @@ def _journal_row(segment: Segment) -> Row:
     return sealed(segment.last, segment.first, segment.chapter, segment.at_ms, len(segment.payload), segment.payload)
 
 
-def _page(table: str, text: str, chosen: str) -> str:
+def page_query(table: str, text: str, chosen: str) -> str:
     """Return the query of the first rows: at most $2, as many as have $1 characters of text together, at least one."""
     columns = TABLES[table]
     order, listed = columns[0], ", ".join(columns)
