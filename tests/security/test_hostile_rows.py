@@ -42,10 +42,18 @@ def put(table: str, column: str, value: object) -> Callable[[sqlite3.Connection]
         )
         row[column] = value
         digest = row_digest(*row.values())
-        if table == "events":
-            (before,) = opened.execute("SELECT digest FROM events WHERE number = ?", (last - 1,)).fetchone()
-            digest = event_digest(before, *row.values())
         opened.execute(f"UPDATE {table} SET {column} = ?, digest = ? WHERE {key} = {last}", (value, digest))
+
+    return change
+
+
+def event(payload: str, at_ms: object = 1) -> Callable[[sqlite3.Connection], None]:
+    """Add an event after the last one."""
+
+    def change(opened: sqlite3.Connection) -> None:
+        last, before = opened.execute("SELECT number, digest FROM events ORDER BY number DESC LIMIT 1").fetchone()
+        digest = event_digest(before, last + 1, at_ms, payload)
+        opened.execute("INSERT INTO events VALUES (?, ?, ?, ?)", (last + 1, at_ms, payload, digest))
 
     return change
 
@@ -77,12 +85,12 @@ CASES: dict[str, tuple[Callable[[sqlite3.Connection], None], str]] = {
     "NUL in the ledger": (put("ledger", "line", "{}\0"), "row 0 of ledger"),
     "NUL in a worker's name": (put("receipts", "worker", "a\0b"), "row 2 of receipts"),
     "NUL in the archive": (put("journal", "payload", "\0"), "of journal"),
-    "NUL in an event": (put("events", "payload", "\0"), "of events"),
+    "NUL in an event": (event("\0"), "of events"),
     "no UTF-8": (run_sql(f"UPDATE receipts SET envelope = {TEXT} WHERE change = 2"), "row 2 of receipts"),
     "no UTF-8 in the archive": (run_sql(f"UPDATE journal SET payload = {TEXT}"), "of journal"),
     "bytes": (put("ledger", "line", b"{}"), "row 0 of ledger"),
     "a word for a number": (put("receipts", "step", "many"), "row 2 of receipts"),
-    "a fraction": (put("events", "at_ms", 0.5), "of events"),
+    "a fraction": (event("{}", 0.5), "of events"),
     "a key that is a word": (run_sql("UPDATE ledger SET number = 'last'"), "row last of ledger"),
     "a key that is bytes": (run_sql("UPDATE ledger SET number = x'00ff'"), "of ledger"),
     "a key that is infinite": (run_sql("UPDATE ledger SET number = 9e999"), "row inf of ledger"),
@@ -91,10 +99,10 @@ CASES: dict[str, tuple[Callable[[sqlite3.Connection], None], str]] = {
     "a line twice": (twice("ledger", "number"), "row 0 of ledger"),
     "an event twice": (twice("events", "number"), "of events"),
     "a changed digest": (run_sql("UPDATE journal SET digest = 'x'"), "of journal"),
-    "an event of nothing": (put("events", "payload", "{}"), "event .* in the coordinator's store"),
-    "an event of much depth": (put("events", "payload", "[" * 10_000_000), "event .* in the coordinator's store"),
+    "an event of nothing": (event("{}"), "event .* in the coordinator's store"),
+    "an event of much depth": (event("[" * 10_000_000), "event .* in the coordinator's store"),
     "an event of a worker that never was": (
-        put("events", "payload", '{"type":"EscrowReleased","workers":["nobody"]}'),
+        event('{"type":"EscrowReleased","workers":["nobody"]}'),
         "event .* in the coordinator's store",
     ),
     "a state that is none": (put("snapshots", "payload", "[]"), "snapshot .* in the coordinator's store"),
