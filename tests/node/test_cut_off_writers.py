@@ -10,9 +10,19 @@ from pathlib import Path
 import aiohttp
 import pytest
 from tests.node.coordinator_process import crash_run
-from tests.node.coordinator_world import ANNA, BEN, TRAINER, VALIDATOR, World, make_run, memory_parts
+from tests.node.coordinator_world import (
+    ANNA,
+    BEN,
+    HEARTBEAT,
+    TRAINER,
+    VALIDATOR,
+    World,
+    make_run,
+    memory_parts,
+    running,
+)
 from tests.node.crowd_world import Crowd, check_promises
-from tests.node.gateway_world import SECRET, gateway_parts, serving
+from tests.node.gateway_world import LISTENS, SECRET, gateway_parts, hearing, serving
 from tests.node.link_world import BODY_BYTES_MAX, RUN, answering
 from tests.node.silent_line_world import silent_line
 from tests.node.standby_world import pair_for_gateways
@@ -24,6 +34,8 @@ from prime_lab.s3_server import BUCKET, S3Server
 from prime_node.adapters.link import link_client
 from prime_node.adapters.link.link_client import LinkClient
 from prime_node.adapters.link.link_server import LinkServer
+from prime_node.adapters.web import http_exchange
+from prime_node.adapters.web.http_client import HttpClient
 from prime_node.cli.wire_store import open_blobs
 from prime_node.ports.web import Response
 from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall
@@ -120,6 +132,45 @@ async def test_a_gateway_that_is_stopped_as_a_writer_answers_keeps_no_connection
             await asyncio.wait({keeping})
             await until(lambda server=server: not server.links, seconds=1.0)
             await server.stop()
+
+
+@pytest.mark.timeout(60)
+async def test_a_client_leaves_a_gateway_that_is_cut_off_from_the_leader_or_from_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts, server = hearing(memory_parts(make_run(), **LISTENS))
+    async with contextlib.AsyncExitStack() as stack:
+        world = await stack.enter_async_context(running(parts, ANNA))
+        line = await stack.enter_async_context(silent_line(server.port))
+        one, other = [
+            await stack.enter_async_context(serving(gateway_parts(world.run, [port])))
+            for port in (line.port, server.port)
+        ]
+        near = await stack.enter_async_context(silent_line(int(one.rpartition(":")[2])))
+        client = HttpClient(
+            f"http://127.0.0.1:{near.port}", run=world.run.digest, clock=parts.clock, key=ANNA, stall_s=LONG_S
+        )
+        client.also_at([other])
+        await stack.enter_async_context(client)
+        await client.heartbeat(HEARTBEAT)
+        monkeypatch.setattr(link_client, "SILENT_S_MAX", 0.5)
+        line.fall_silent()
+        await client.heartbeat(HEARTBEAT)
+        assert client.url == other
+        line.be_heard()
+
+        async def is_linked() -> bool:
+            return (await world.session.get(f"{one}/readyz")).status == 200
+
+        await world.until(is_linked)
+        again = HttpClient(f"http://127.0.0.1:{near.port}", run=world.run.digest, clock=parts.clock, key=ANNA)
+        again.also_at([other])
+        await stack.enter_async_context(again)
+        monkeypatch.setattr(http_exchange, "ELSEWHERE_STALL_S", 0.5)
+        near.fall_silent()
+        await again.heartbeat(HEARTBEAT)
+        assert again.url == other
+        near.be_heard()
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ class LinkClient:
             self.linked.clear()
             self._writer = self._sealer = None
             self._unsent.clear()
-            writer.close()
+            writer.transport.abort()  # a writer that is cut off would never take what is on its way
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(_unlinked())
