@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from tests.node.coordinator_world import memory_parts
 from tests.node.gateway_world import SECRET
@@ -57,10 +57,14 @@ class SimulatedListener(LinkServer):
         """Listen at a simulated port."""
         self.body_bytes_max = body_bytes_max
 
-        async def noted(call: ForwardedCall) -> ForwardedAnswer:
+        def noted(call: ForwardedCall) -> ForwardedAnswer | Awaitable[ForwardedAnswer]:
+            answered = answer(call)
+            return answered if isinstance(answered, ForwardedAnswer) else waited(call, answered)
+
+        async def waited(call: ForwardedCall, answered: Awaitable[ForwardedAnswer]) -> ForwardedAnswer:
             self.answering[one := object()] = call.path
             try:
-                return await answer(call)
+                return await answered
             finally:
                 del self.answering[one]
 

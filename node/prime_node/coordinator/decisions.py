@@ -84,6 +84,10 @@ class Decisions:
                 ErrorCode.UNAVAILABLE, "the coordinator may have been replaced", retry_after_s=TERM_RETRY_S
             )
 
+    def is_answerable(self) -> bool:
+        """Return whether `answerable` would return at once."""
+        return self._journal.is_synced and self.may_answer()
+
     def may_answer(self) -> bool:
         """Return whether no other coordinator can lead at this moment, so that an answer or a deletion does no harm."""
         return self._leadership is None or self._leadership.may_answer()

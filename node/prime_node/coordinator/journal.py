@@ -145,6 +145,11 @@ class Journal:
             self._wanted.set()
             await future
 
+    @property
+    def is_synced(self) -> bool:
+        """Whether every event so far is durable."""
+        return not self._failed and self._durable == self._number
+
     async def synced(self) -> None:
         """Return once every event so far is durable. Raise RemoteError(UNAVAILABLE) if that has become impossible.
 

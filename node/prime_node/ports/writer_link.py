@@ -64,8 +64,8 @@ class ForwardedAnswer:
     """Whether the writer has named the sender, None for a stranger."""
 
 
-AnswerCall = Callable[[ForwardedCall], Awaitable[ForwardedAnswer]]
-"""Writer's side. Raises RemoteError."""
+AnswerCall = Callable[[ForwardedCall], ForwardedAnswer | Awaitable[ForwardedAnswer]]
+"""Writer's side: the answer, or what to wait for. Both raise RemoteError. An answer at once costs no task."""
 
 
 class WriterLink(Protocol):

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from prime_node.adapters.link.call_heads import answer_head, call_of
 from prime_node.adapters.link.sealed_frames import (
@@ -183,6 +183,8 @@ class _Link(asyncio.Protocol):
         self._has_room.set()
         self._unsent: list[LinkFrame] = []
         """Frames of this turn of the loop: one packet for all of them."""
+        self._is_taking = False
+        """Whether frames are being taken; then what they lead to is sent."""
 
     @property
     def is_proven(self) -> bool:
@@ -229,10 +231,14 @@ class _Link(asyncio.Protocol):
             if self._opener is None:
                 data = self._shake(data)
             if self._opener is not None and data:
+                self._is_taking = True
                 for frame in self._opener.feed(data):
                     self._take(frame)
         except (BrokenLink, ValueError, KeyError, TypeError) as error:
             self.cut(str(error) or type(error).__name__)
+        finally:
+            self._is_taking = False
+            self._flush()
 
     def cut(self, reason: str) -> None:
         """End the connection."""
@@ -286,8 +292,7 @@ class _Link(asyncio.Protocol):
                     self._send(LinkFrame(FrameKind.FAULT, frame.call, fault_head(error)))
                     return
                 self._calls[frame.call] = num_bytes
-                task = self._loop.create_task(self._handle(frame))
-                self._tasks.add(task)
+                self._begin(frame)
             case FrameKind.MORE if frame.call in self._room:
                 self._room[frame.call].release()
             case FrameKind.STOP if frame.call in self._streams:
@@ -310,21 +315,29 @@ class _Link(asyncio.Protocol):
         self._calls[frame.call] += len(frame.body)
         wanted.set_result(frame.body)
 
-    async def _handle(self, frame: LinkFrame) -> None:
-        number, response = frame.call, None
+    def _begin(self, frame: LinkFrame) -> None:
+        """Answer a call: at once if there is nothing to wait for, else in a task."""
         try:
-            call = call_of(frame, self._want)
-            del frame  # its head may hold more than the call needs
-            answer = await self._answer(call)
+            answer = self._answer(call_of(frame, self._want))
+        except Exception as error:  # noqa: BLE001 (it belongs to the caller)
+            self._fail(frame.call, error)
+        else:
+            if not isinstance(answer, ForwardedAnswer):
+                task = self._loop.create_task(self._handle(frame.call, answer))
+                self._tasks.add(task)
+                return
+            assert isinstance(answer.response.body, bytes)
+            self._send(LinkFrame(FrameKind.ANSWER, frame.call, answer_head(answer), answer.response.body))
+        self._server.let_go(self.address, self._calls.pop(frame.call))
+
+    async def _handle(self, number: int, waiting: Awaitable[ForwardedAnswer]) -> None:
+        response = None
+        try:
+            answer = await waiting
             response = answer.response
             await self._send_answer(number, answer)
-        except RemoteError as error:
-            self._send(LinkFrame(FrameKind.FAULT, number, fault_head(error)))
-        except Exception:
-            if self._server.may_log("calls", self._loop.time()):
-                log.exception("a call of a gateway")
-            internal = RemoteError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log")
-            self._send(LinkFrame(FrameKind.FAULT, number, fault_head(internal)))
+        except Exception as error:  # noqa: BLE001 (it belongs to the caller)
+            self._fail(number, error)
         finally:
             self._room.pop(number, None)
             self._streams.pop(number, None)
@@ -332,6 +345,14 @@ class _Link(asyncio.Protocol):
             if response is not None and response.after is not None:
                 response.after()
             self._tasks.discard(asyncio.current_task())
+
+    def _fail(self, number: int, error: Exception) -> None:
+        """Send the error of a call."""
+        if not isinstance(error, RemoteError):
+            if self._server.may_log("calls", self._loop.time()):
+                log.error("a call of a gateway", exc_info=error)
+            error = RemoteError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log")
+        self._send(LinkFrame(FrameKind.FAULT, number, fault_head(error)))
 
     async def _want(self, number: int) -> bytes:
         """Ask for the parcel that the gateway holds for a call. Raises RemoteError."""
@@ -378,7 +399,7 @@ class _Link(asyncio.Protocol):
 
     def _send(self, frame: LinkFrame) -> None:
         if self._transport is not None and self._sealer is not None:
-            if not self._unsent:
+            if not (self._unsent or self._is_taking):
                 self._loop.call_soon(self._flush)
             self._unsent.append(frame)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
@@ -19,6 +19,7 @@ from prime_node.coordinator.api.body_checks import BodyChecks
 from prime_node.coordinator.api.clock_readings import read_clocks
 from prime_node.coordinator.api.requests import Caller, sender_of
 from prime_node.coordinator.api.routes import HEARTBEAT_PATH, ServedEndpoint
+from prime_node.coordinator.decisions import Decisions
 from prime_node.ports.web import BodyAdmission, BodyShare, CallerBounds, Importance, Request, Response, Sender
 from prime_node.ports.writer_link import ADMIT, BEATS, SHED, ForwardedAnswer, ForwardedCall, fault_head, fault_of
 from prime_protocol import limits
@@ -48,14 +49,18 @@ class ForwardedCalls:
         self._served = {endpoint.endpoint.path: endpoint for endpoint in served}
         self._bodies, self._bounds, self._overload = bodies, bounds, overload
 
-    async def answer(self, call: ForwardedCall) -> ForwardedAnswer:
-        """Answer one call. Raise RemoteError."""
+    def answer(self, call: ForwardedCall) -> ForwardedAnswer | Awaitable[ForwardedAnswer]:
+        """Answer one call, at once if there is nothing to wait for. Raise RemoteError."""
         if call.path == SHED:
             return self._note_refused(call)
         if call.path == ADMIT:
             return self._admit(call)
         if call.path == BEATS:
-            return await self._take_heartbeats(call)
+            answer, decisions = self._take_heartbeats(call), self._bodies.decisions
+            return answer if decisions.is_answerable() else _once_durable(answer, decisions)
+        return self._of_endpoint(call)
+
+    async def _of_endpoint(self, call: ForwardedCall) -> ForwardedAnswer:
         endpoint = self._served.get(call.path)
         if endpoint is None:
             raise RemoteError(ErrorCode.NOT_FOUND, f"this coordinator has no endpoint {call.path[:100]}")
@@ -74,7 +79,7 @@ class ForwardedCalls:
         if (error := self._overload(call.path, sender)) is not None:
             raise error
 
-    async def _take_heartbeats(self, call: ForwardedCall) -> ForwardedAnswer:
+    def _take_heartbeats(self, call: ForwardedCall) -> ForwardedAnswer:
         """Answer several heartbeats: the clocks, the journal and the metrics are looked at once for all of them."""
         served, answers, outcomes = self._served[HEARTBEAT_PATH], list[object](), Counter[str]()
         state, gate, now, leasing = served.decisions.state, served.gate, read_clocks(served.clock), served.on.leasing
@@ -98,7 +103,7 @@ class ForwardedCalls:
                     now=now,
                 )
                 assert isinstance(admitted.message, HeartbeatRequest)
-                reply = await leasing.take_heartbeat(signer, admitted.message)
+                reply = leasing.answer_heartbeat(signer, admitted.message)
                 answers.append((admitted.sender is not None and admitted.sender.is_role, reply.body))
             except RemoteError as refusal:
                 outcome = refusal.code
@@ -106,7 +111,6 @@ class ForwardedCalls:
             outcomes[outcome] += 1
         for outcome, count in outcomes.items():
             served.metrics.add("prime_requests_total", count, endpoint=HEARTBEAT_PATH, outcome=outcome)
-        await served.decisions.answerable()
         return ForwardedAnswer(Response(to_json(answers)))
 
     def _admit(self, call: ForwardedCall) -> ForwardedAnswer:
@@ -135,6 +139,11 @@ class ForwardedCalls:
         for name, count in counted.items():
             self._bounds.refused(Importance[name], count)
         return ForwardedAnswer(Response(status=204))
+
+
+async def _once_durable(answer: ForwardedAnswer, decisions: Decisions) -> ForwardedAnswer:
+    await decisions.answerable()
+    return answer
 
 
 def _malformed() -> RemoteError:

@@ -56,6 +56,10 @@ class Leasing:
 
     async def take_heartbeat(self, signer: str, request: HeartbeatRequest) -> Response:
         """Answer a heartbeat."""
+        return self.answer_heartbeat(signer, request)
+
+    def answer_heartbeat(self, signer: str, request: HeartbeatRequest) -> Response:
+        """Return the answer to a heartbeat, which may be sent once it is `answerable`."""
         self._require_session(signer, request.session)
         state = self.decisions.state
         if request.policy_version > state.head:  # the value is public, so an impossible one is not stored
