@@ -6,6 +6,7 @@ import asyncio
 import json
 from dataclasses import replace
 
+import pytest
 from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, VALIDATOR, World, make_run, memory_parts, running
 from tests.node.gateway_world import LISTENS, hearing, two_gateways
 from tests.node.link_world import linked
@@ -23,16 +24,16 @@ from prime_protocol.identity import SigningKey
 
 
 class Counted(WriterLink):
-    """A link that notes the paths of its calls. The writer does not know those in `unknown`."""
+    """A link that notes the paths of its calls. The writer gets those with heartbeats with changes."""
 
-    def __init__(self, link: WriterLink, *, unknown: str = "") -> None:
-        self._link, self._unknown = link, unknown
+    def __init__(self, link: WriterLink, **changes: object) -> None:
+        self._link, self._changes = link, changes
         self.paths: list[str] = []
 
     async def ask(self, call: ForwardedCall) -> ForwardedAnswer:
         """Forward a request."""
         self.paths.append(call.path)
-        return await self._link.ask(replace(call, path="nowhere") if call.path == self._unknown else call)
+        return await self._link.ask(replace(call, **self._changes) if call.path == BEATS else call)
 
     async def keep(self) -> None:
         """Do nothing: the link is kept elsewhere."""
@@ -100,13 +101,14 @@ async def test_many_heartbeats_are_few_calls_and_one_alone_is_answered_soon() ->
         assert isinstance(await staying, Response)
 
 
-async def test_a_writer_of_an_earlier_release_gets_heartbeats_one_by_one() -> None:
+@pytest.mark.parametrize("changes", [{"path": "nowhere"}, {"body": b'[["a","",{}]]'}], ids=["call", "payload"])
+async def test_a_writer_of_an_earlier_release_gets_heartbeats_one_by_one(changes: dict[str, object]) -> None:
     """Before, such a writer, after a return to that release, took all workers behind newer gateways for lost."""
     parts, server = hearing(memory_parts(make_run(), **LISTENS))
     async with running(parts) as world, linked(server.port, world.run.digest) as plain:
         await world.join(ANNA)
         await world.learn_epoch()
-        link = Counted(plain, unknown=BEATS)
+        link = Counted(plain, **changes)
         handle = handler_of(world, link)
         answers = await asyncio.gather(
             handle(asked(world, ANNA)), handle(asked(world, ANNA)), handle(asked(world, BEN)), return_exceptions=True

@@ -14,7 +14,7 @@ from prime_node.carrier import carrier
 from prime_node.ports.web import Response, Sender
 from prime_protocol.errors import ErrorCode, RemoteError
 
-ADMIT, BEATS, SHED = "admit", "beats", "shed"
+ADMIT, BEATS, SHED = "admit", "heartbeats", "shed"
 """Calls that are none of the endpoints: may a body be read, several heartbeats, and what was refused for load."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
 
 from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
@@ -24,7 +24,7 @@ from prime_node.ports.web import BodyAdmission, BodyShare, CallerBounds, Importa
 from prime_node.ports.writer_link import ADMIT, BEATS, SHED, ForwardedAnswer, ForwardedCall, fault_head, fault_of
 from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, RemoteError
-from prime_protocol.requests import HeartbeatRequest
+from prime_protocol.requests import HeartbeatRequest, Stamped
 
 _NAMES, _NUMBER = re.compile(r"\{(\w+)\}"), re.compile(r"[0-9]{1,15}")
 """Names of the parameters in a path, and a number of bytes."""
@@ -33,8 +33,8 @@ _COUNTS = TypeAdapter(dict[str, Annotated[int, Field(strict=True, ge=0, le=limit
 BEATS_MAX = 64
 """Heartbeats in one call."""
 _Short = Annotated[str, StringConstraints(max_length=256)]
-_Beat = tuple[_Short, _Short, Annotated[int, Field(ge=0, le=limits.REQUEST_BYTES_MAX)]]
-_BEATS = TypeAdapter(Annotated[list[_Beat], Field(max_length=BEATS_MAX)])
+_BEATS = TypeAdapter(Annotated[list[tuple[_Short, _Short, Stamped]], Field(max_length=BEATS_MAX)])
+"""Signer, address and signed payload of each heartbeat: one parser reads all of them."""
 Overload = Callable[[str, Callable[[], Sender | None]], RemoteError | None]
 """Function that returns the error for a path and a sender, if the coordinator refuses them for load now."""
 
@@ -88,14 +88,18 @@ class ForwardedCalls:
         def sender() -> Sender | None:
             return sender_of(signer, run=gate.run, state=state)
 
-        for signer, address, payload in _heartbeats_of(call.body):
+        try:
+            beats = _BEATS.validate_json(call.body)
+        except ValidationError:  # the gateway then sends them one by one: each gets its own error
+            raise _malformed() from None
+        for signer, address, stamped in beats:
             if (error := self._overload(HEARTBEAT_PATH, sender)) is not None:
                 answers.append(fault_head(error))
                 continue
             outcome = "ok"
             try:
                 admitted = gate.admit_verified(
-                    *(signer, payload),
+                    *(signer, stamped),
                     kind=HeartbeatRequest,
                     caller=Caller.WORKER,
                     state=state,
@@ -162,21 +166,9 @@ def _request_of(call: ForwardedCall, vouched: list[Sender | None]) -> Request:
 
 
 def heartbeats_to_bytes(beats: Sequence[ForwardedCall]) -> bytes:
-    """Return several heartbeats as the body of one call: signer, address and length of each, a newline, and their payloads."""
-    rows = [(beat.signer, beat.address, len(beat.body)) for beat in beats]
-    return b"\n".join((to_json(rows), b"".join(beat.body for beat in beats)))
-
-
-def _heartbeats_of(body: bytes) -> Iterator[tuple[str, str, bytes]]:
-    """Yield signer, address and payload of each heartbeat. Raise RemoteError(MALFORMED)."""
-    head, _, payloads = body.partition(b"\n")
-    try:
-        rows = _BEATS.validate_json(head)
-    except ValidationError:
-        raise _malformed() from None
-    end = 0
-    for signer, address, num_bytes in rows:
-        yield signer, address, payloads[end : (end := end + num_bytes)]
+    """Return several heartbeats, whose payloads are JSON, as the body of one call."""
+    rows = (b"[%b,%b,%b]" % (to_json(beat.signer), to_json(beat.address), beat.body) for beat in beats)
+    return b"[%b]" % b",".join(rows)
 
 
 def heartbeat_answers_of(answer: ForwardedAnswer, beats: Sequence[ForwardedCall]) -> list[ForwardedAnswer | Exception]:

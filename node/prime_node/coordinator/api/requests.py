@@ -111,7 +111,7 @@ class RequestGate:
     def admit_verified(
         self,
         signer: str,
-        payload: bytes,
+        payload: bytes | Stamped,
         *,
         kind: type[Request],
         caller: Caller,
@@ -120,7 +120,7 @@ class RequestGate:
         now: ClockReading,
         paid_by: str = "",
     ) -> AdmittedRequest:
-        """Return the request in a payload whose signature and JSON a gateway has verified. Raise RemoteError."""
+        """Return the request in a payload, parsed or not, whose signature and JSON a gateway has verified. Raise RemoteError."""
         with self.blame(address, now.monotonic_s):
             sender = self._sender(signer, caller, state=state, address=address, now_s=now.monotonic_s)
         stamped = stamped_request(payload, kind, self.run, is_json=True)
@@ -196,9 +196,9 @@ def verify_request(body: bytes, kind: type[Request], run: PinnedRun) -> tuple[st
     return signer, payload
 
 
-def stamped_request(payload: bytes, kind: type[Request], run: PinnedRun, *, is_json: bool = False) -> Stamped:
+def stamped_request(payload: bytes | Stamped, kind: type[Request], run: PinnedRun, *, is_json: bool = False) -> Stamped:
     """Return the stamped request of a verified payload: steps (5) and (6). `is_json`: as in `parse_json`. Raise RemoteError."""
-    stamped = parse_json(payload, Stamped, is_json=is_json)
+    stamped = payload if isinstance(payload, Stamped) else parse_json(payload, Stamped, is_json=is_json)
     if not isinstance(stamped.request, kind):
         raise RemoteError(ErrorCode.WRONG_TYPE, f"{kind.__name__} expected, got action {stamped.request.action}")
     if stamped.run != run.digest:

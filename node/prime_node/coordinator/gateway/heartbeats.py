@@ -1,7 +1,7 @@
 """Heartbeats of a gateway, several to one call: a call costs the writer five times as much as a heartbeat in it.
 
 Waiting: a heartbeat waits for HOLD_S at most, or until its call is FULL, then for the writer's answer to the call. A writer of
-an earlier release, which does not know the call, gets them one by one.
+another release, which does not know the call or what is in it, gets them one by one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class HeartbeatCalls:
             answers = heartbeat_answers_of(answer, beats)
         except Exception as error:  # noqa: BLE001 (it belongs to those who wait)
             answers = [error] * len(waiting)
-            if isinstance(error, RemoteError) and error.code is ErrorCode.NOT_FOUND:
+            if isinstance(error, RemoteError) and error.code in (ErrorCode.NOT_FOUND, ErrorCode.MALFORMED):
                 answers = await asyncio.gather(*map(self._link.ask, beats), return_exceptions=True)
         for (_, future), found in zip(waiting, answers, strict=True):
             if future.done():  # its caller has left
