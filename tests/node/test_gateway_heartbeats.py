@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, VALIDATOR, World, make_run, memory_parts, running
@@ -26,7 +27,7 @@ from prime_protocol.identity import SigningKey
 class Counted(WriterLink):
     """A link that notes the paths of its calls. The writer gets those with heartbeats with changes."""
 
-    def __init__(self, link: WriterLink, **changes: object) -> None:
+    def __init__(self, link: WriterLink, **changes: Any) -> None:
         self._link, self._changes = link, changes
         self.paths: list[str] = []
 
@@ -102,7 +103,7 @@ async def test_many_heartbeats_are_few_calls_and_one_alone_is_answered_soon() ->
 
 
 @pytest.mark.parametrize("changes", [{"path": "nowhere"}, {"body": b'[["a","",{}]]'}], ids=["call", "payload"])
-async def test_a_writer_of_an_earlier_release_gets_heartbeats_one_by_one(changes: dict[str, object]) -> None:
+async def test_a_writer_of_an_earlier_release_gets_heartbeats_one_by_one(changes: dict[str, Any]) -> None:
     """Before, such a writer, after a return to that release, took all workers behind newer gateways for lost."""
     parts, server = hearing(memory_parts(make_run(), **LISTENS))
     async with running(parts) as world, linked(server.port, world.run.digest) as plain:

@@ -169,22 +169,18 @@ class _Link(asyncio.Protocol):
         self._sealer: FrameSealer | None = None
         self._opener: FrameOpener | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._heard_s = 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        """Tasks of the calls that wait for something."""
         self._room: dict[int, asyncio.Semaphore] = {}
-        """Pieces that each stream may send now."""
-        self._streams: dict[int, asyncio.Task[None]] = {}
-        """Calls whose answer is being streamed."""
+        """Pieces that each call whose answer is being streamed may send now."""
         self._wanted: dict[int, asyncio.Future[bytes]] = {}
         self._calls: dict[int, int] = {}
         """Bytes of each call in progress."""
         self._turn, self._has_room = asyncio.Lock(), asyncio.Event()
         """Large bodies are sent one after another, while the transport has room."""
         self._has_room.set()
-        self._unsent: list[LinkFrame] = []
-        """Frames of this turn of the loop: one packet for all of them."""
-        self._is_taking = False
-        """Whether frames are being taken; then what they lead to is sent."""
+        self._unsent, self._is_taking = list[LinkFrame](), False
+        """Frames of this turn of the loop: one packet for all of them, as soon as no more frames are being taken."""
 
     @property
     def is_proven(self) -> bool:
@@ -210,8 +206,8 @@ class _Link(asyncio.Protocol):
         self._has_room.set()
         if self._timer is not None:
             self._timer.cancel()
-        for stream in self._streams.values():
-            stream.cancel()
+        for number in self._room:
+            self._tasks[number].cancel()
         for wanted in self._wanted.values():
             if not wanted.done():
                 wanted.set_exception(RemoteError(ErrorCode.UNAVAILABLE, "the gateway has left"))
@@ -226,18 +222,16 @@ class _Link(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Check the proof, then take frames."""
-        self._heard_s = self._loop.time()
+        self._heard_s, self._is_taking = self._loop.time(), True
         try:
             if self._opener is None:
                 data = self._shake(data)
             if self._opener is not None and data:
-                self._is_taking = True
                 for frame in self._opener.feed(data):
                     self._take(frame)
         except (BrokenLink, ValueError, KeyError, TypeError) as error:
             self.cut(str(error) or type(error).__name__)
         finally:
-            self._is_taking = False
             self._flush()
 
     def cut(self, reason: str) -> None:
@@ -285,29 +279,19 @@ class _Link(asyncio.Protocol):
             case FrameKind.CALL if frame.call in self._calls:
                 raise BrokenLink("two calls of one number")
             case FrameKind.CALL:
-                num_bytes = frame.head_bytes + len(frame.body)
-                try:
-                    self._server.hold(self.address, num_bytes, num_calls=1)
-                except RemoteError as error:
-                    self._send(LinkFrame(FrameKind.FAULT, frame.call, fault_head(error)))
-                    return
-                self._calls[frame.call] = num_bytes
                 self._begin(frame)
             case FrameKind.MORE if frame.call in self._room:
                 self._room[frame.call].release()
-            case FrameKind.STOP if frame.call in self._streams:
-                self._streams[frame.call].cancel()  # it may wait long for its next piece
+            case FrameKind.STOP if frame.call in self._room:
+                self._tasks[frame.call].cancel()  # it may wait long for its next piece
             case FrameKind.GIVEN if frame.call in self._wanted and not self._wanted[frame.call].done():
                 self._take_given(frame, self._wanted[frame.call])
-            case _:
-                pass
 
     def _take_given(self, frame: LinkFrame, wanted: asyncio.Future[bytes]) -> None:
         """Pass on the parcel of a call, or why there is none."""
-        if frame.head:
-            wanted.set_exception(fault_of(frame.head))
-            return
         try:
+            if frame.head:
+                raise fault_of(frame.head)
             self._server.hold(self.address, len(frame.body))
         except RemoteError as error:
             wanted.set_exception(error)
@@ -317,34 +301,33 @@ class _Link(asyncio.Protocol):
 
     def _begin(self, frame: LinkFrame) -> None:
         """Answer a call: at once if there is nothing to wait for, else in a task."""
+        number, num_bytes = frame.call, frame.head_bytes + len(frame.body)
         try:
+            self._server.hold(self.address, num_bytes, num_calls=1)
+            self._calls[number] = num_bytes
             answer = self._answer(call_of(frame, self._want))
-        except Exception as error:  # noqa: BLE001 (it belongs to the caller)
-            self._fail(frame.call, error)
-        else:
             if not isinstance(answer, ForwardedAnswer):
-                task = self._loop.create_task(self._handle(frame.call, answer))
-                self._tasks.add(task)
+                self._tasks[number] = self._loop.create_task(self._handle(number, answer))
                 return
             assert isinstance(answer.response.body, bytes)
-            self._send(LinkFrame(FrameKind.ANSWER, frame.call, answer_head(answer), answer.response.body))
-        self._server.let_go(self.address, self._calls.pop(frame.call))
+            self._send(LinkFrame(FrameKind.ANSWER, number, answer_head(answer), answer.response.body))
+        except Exception as error:  # noqa: BLE001 (it belongs to the caller)
+            self._fail(number, error)
+        self._end(number)
 
     async def _handle(self, number: int, waiting: Awaitable[ForwardedAnswer]) -> None:
-        response = None
+        answer = None
         try:
             answer = await waiting
-            response = answer.response
             await self._send_answer(number, answer)
         except Exception as error:  # noqa: BLE001 (it belongs to the caller)
             self._fail(number, error)
         finally:
             self._room.pop(number, None)
-            self._streams.pop(number, None)
-            self._server.let_go(self.address, self._calls.pop(number))
-            if response is not None and response.after is not None:
-                response.after()
-            self._tasks.discard(asyncio.current_task())
+            del self._tasks[number]
+            self._end(number)
+            if answer is not None and answer.response.after is not None:
+                answer.response.after()
 
     def _fail(self, number: int, error: Exception) -> None:
         """Send the error of a call."""
@@ -354,12 +337,15 @@ class _Link(asyncio.Protocol):
             error = RemoteError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log")
         self._send(LinkFrame(FrameKind.FAULT, number, fault_head(error)))
 
+    def _end(self, number: int) -> None:
+        if number in self._calls:  # else there was no room for it
+            self._server.let_go(self.address, self._calls.pop(number))
+
     async def _want(self, number: int) -> bytes:
         """Ask for the parcel that the gateway holds for a call. Raises RemoteError."""
         if self._transport is None:
             raise RemoteError(ErrorCode.UNAVAILABLE, "the gateway has left")
-        wanted: asyncio.Future[bytes] = self._loop.create_future()
-        self._wanted[number] = wanted
+        wanted = self._wanted.setdefault(number, self._loop.create_future())
         try:
             self._send(LinkFrame(FrameKind.WANT, number))
             return await wanted
@@ -367,16 +353,12 @@ class _Link(asyncio.Protocol):
             del self._wanted[number]
 
     async def _send_answer(self, number: int, answer: ForwardedAnswer) -> None:
-        response, head = answer.response, answer_head(answer)
-        if isinstance(response.body, bytes):
-            await self._send_in_turn(LinkFrame(FrameKind.ANSWER, number, head, response.body))
+        pieces, head = answer.response.body, answer_head(answer)
+        if isinstance(pieces, bytes):
+            await self._send_in_turn(LinkFrame(FrameKind.ANSWER, number, head, pieces))
             return
         room = self._room[number] = asyncio.Semaphore(PIECES_AHEAD)
-        task = asyncio.current_task()
-        assert task is not None
-        self._streams[number] = task
         self._send(LinkFrame(FrameKind.ANSWER, number, {**head, "streams": True}))
-        pieces = response.body
         try:
             async for piece in pieces:
                 await room.acquire()
@@ -404,7 +386,7 @@ class _Link(asyncio.Protocol):
             self._unsent.append(frame)
 
     def _flush(self) -> None:
-        unsent, self._unsent = self._unsent, []
+        unsent, self._unsent, self._is_taking = self._unsent, [], False
         if unsent and self._transport is not None and self._sealer is not None:
             self._write(self._sealer.seal(*unsent))
 
