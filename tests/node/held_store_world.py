@@ -16,6 +16,7 @@ class HeldStore(MemoryStore):
         super().__init__()
         self.may_write = asyncio.Event()
         self.may_write.set()
+        self.is_asked = asyncio.Event()
         self.broken = False
         self.stored: list[str] = []
         """Bundles of all receipts, in the order in which they were stored."""
@@ -23,6 +24,7 @@ class HeldStore(MemoryStore):
     async def append(
         self, events: Sequence[LoggedEvent], receipts: Sequence[StoredReceipt] = (), ledger: Sequence[str] = ()
     ) -> None:
+        self.is_asked.set()
         await self.may_write.wait()
         if self.broken:
             raise OSError(28, "No space left on device")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 
 from tests.node.gateway_world import SECRET
 
@@ -20,7 +20,7 @@ from prime_node.adapters.link.sealed_frames import (
     proof,
 )
 from prime_node.ports.web import Response
-from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall
+from prime_node.ports.writer_link import AnswerCall, ForwardedAnswer, ForwardedCall
 
 RUN = "a" * 64
 BODY_BYTES_MAX = 2**26
@@ -54,7 +54,7 @@ class RawGateway:
 
 @contextlib.asynccontextmanager
 async def answering(
-    answer: Callable[[ForwardedCall], Awaitable[ForwardedAnswer]],
+    answer: AnswerCall,
     *,
     may_send: Callable[[], bool] | None = None,
     body_bytes_max: int = BODY_BYTES_MAX,

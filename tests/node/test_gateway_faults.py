@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -69,6 +69,30 @@ async def test_large_answers_wait_for_a_slow_link_instead_of_ending_it(monkeypat
             if num_bytes == num_calls * len(piece):
                 return
     pytest.fail("the writer has ended the link")
+
+
+async def test_a_call_that_waits_for_nothing_is_answered_before_one_that_came_first_and_waits() -> None:
+    def answer(call: ForwardedCall) -> ForwardedAnswer | Awaitable[ForwardedAnswer]:
+        match call.path:
+            case "/waits":
+                return no_answer(call)
+            case "/fails":
+                raise ZeroDivisionError
+            case "/refused":
+                raise RemoteError(ErrorCode.BANNED, "no")
+        return ForwardedAnswer(Response(call.path.encode()))
+
+    paths, found = ("/waits", "/one", "/fails", "/refused", "/two"), list[tuple[int, bytes | str]]()
+    async with answering(answer) as port, raw_gateway(port) as gateway:
+        gateway.send(
+            gateway.sealer.seal(*(LinkFrame(FrameKind.CALL, n, {"path": path}) for n, path in enumerate(paths)))
+        )
+        async for frame in gateway.frames():
+            if frame.kind is not FrameKind.ALIVE:
+                found.append((frame.call, frame.head.get("code", frame.body)))
+            if len(found) == len(paths):
+                break
+    assert found == [(1, b"/one"), (2, "internal"), (3, "banned"), (4, b"/two"), (0, b"")]
 
 
 async def test_a_stream_whose_reader_leaves_before_it_begins_is_ended() -> None:

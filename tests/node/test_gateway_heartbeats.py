@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, VALIDATOR, World, make_run, memory_parts, running
 from tests.node.gateway_world import LISTENS, hearing, two_gateways
+from tests.node.held_store_world import HeldStore
 from tests.node.link_world import linked
 
 from prime_node.adapters.web.aiohttp_server import AiohttpServer
@@ -128,6 +129,22 @@ async def test_a_heartbeat_is_a_sign_of_life_through_any_gateway_and_is_refused_
         assert sorted(status for status, _ in answers) == [200, 409, 409, 409]
         (row,) = (await writer.status())["workers"]
         assert (row["state"], row["policy_version"]) == ("idle", -1)
+
+
+async def test_no_heartbeat_is_answered_before_what_it_may_show_is_durable() -> None:
+    store, (parts, server) = HeldStore(), hearing(memory_parts(make_run(), **LISTENS))
+    async with running(replace(parts, store=store), ANNA) as world, linked(server.port, parts.run.digest) as link:
+        handle = handler_of(world, link)
+        store.may_write.clear()
+        store.is_asked.clear()
+        leasing = asyncio.create_task(world.lease(ANNA))
+        await store.is_asked.wait()
+        beat = asyncio.ensure_future(handle(asked(world, ANNA)))
+        done, _ = await asyncio.wait({beat}, timeout=0.2)
+        assert not done, "an answer left before an event was written"
+        store.may_write.set()
+        await leasing
+        assert isinstance(await beat, Response)
 
 
 async def test_an_overloaded_writer_refuses_heartbeats_one_by_one() -> None:
