@@ -115,6 +115,10 @@ class MemoryNetwork:
         """Return the linked peers."""
         return tuple(ConnectedPeer(peer, is_relayed=False) for peer in sorted(self._links))
 
+    def link_to(self, peer: KeyId) -> ConnectedPeer | None:
+        """Return a linked peer."""
+        return ConnectedPeer(peer, is_relayed=False) if peer in self._links else None
+
     def known(self) -> tuple[PeerAddress, ...]:
         return tuple(self._known.values())
 

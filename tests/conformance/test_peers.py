@@ -231,6 +231,7 @@ async def test_connecting_twice_is_one_link_that_both_see(node: MakeNode) -> Non
     assert link.is_direct
     await both_see_a_link(anna, ben)
     assert [link.peer for link in anna.network.connected()] == [ben.network.peer_id]
+    assert anna.network.connected() == (anna.network.link_to(ben.network.peer_id),)
     assert [link.peer for link in ben.network.connected()] == [anna.network.peer_id]
 
 

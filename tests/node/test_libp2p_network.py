@@ -21,7 +21,7 @@ from libp2p.security.insecure.transport import PLAINTEXT_PROTOCOL_ID, InsecureTr
 from multiaddr import Multiaddr
 
 from prime_node.adapters.peers.libp2p_host import PeerSettings
-from prime_node.adapters.peers.libp2p_network import Libp2pNetwork
+from prime_node.adapters.peers.libp2p_network import Libp2pNetwork, is_quiet
 from prime_node.ports.peer_network import PeerAddress
 from prime_node.ports.transport import Unreachable
 from prime_protocol.identity import KeyId, SigningKey
@@ -116,6 +116,18 @@ async def test_a_link_that_goes_silent_is_dropped_within_three_signs_of_life(pee
     with pytest.raises(Unreachable):
         await hello(anna, ben)
     thaw.set()
+
+
+@pytest.mark.parametrize("later_s", [0.1, 1.9, 2.1, 3.9])
+def test_of_two_peers_with_nothing_to_send_one_asks_in_each_interval(later_s: float) -> None:
+    heartbeat_s, rounds = 4.0, 10
+    heard_s, asked = {"anna": 0.0, "ben": 0.0}, 0
+    for begins_s in (heartbeat_s * number for number in range(1, rounds + 1)):
+        for name, now_s in (("anna", begins_s), ("ben", begins_s + later_s)):
+            if is_quiet(now_s - heard_s[name], heartbeat_s):
+                asked += 1
+                heard_s = dict.fromkeys(heard_s, now_s)  # the question and its answer
+    assert rounds <= asked <= rounds + 1
 
 
 async def test_a_machine_that_was_suspended_drops_no_peer_for_it(peer: MakePeer) -> None:

@@ -188,8 +188,8 @@ class Peers:
 
     def _link_hosts(self, peer: KeyId) -> Collection[str] | None:
         """Return the IP addresses of a peer's direct connections to the own host; None if it is not connected."""
-        linked = () if self._network is None else self._network.connected()
-        return next((one.hosts for one in linked if one.peer == peer), None)
+        link = None if self._network is None else self._network.link_to(peer)
+        return None if link is None else link.hosts
 
     def _has_room(self, network: str, offers_max: int, is_guest: bool) -> bool:
         """Return whether there is room for one more announcement, after removing one that never answered if necessary.

@@ -130,6 +130,9 @@ class PeerNetwork(Protocol):
     def connected(self) -> tuple[ConnectedPeer, ...]:
         """Return the currently connected peers."""
 
+    def link_to(self, peer: KeyId) -> ConnectedPeer | None:
+        """Return one of the connected peers; None if it is not connected."""
+
     def known(self) -> tuple[PeerAddress, ...]:
         """Return the known peers, connected or not. These are hints: an address may be stale or false."""
 

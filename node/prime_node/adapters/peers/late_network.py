@@ -66,6 +66,10 @@ class LateNetwork:
     def connected(self) -> tuple[ConnectedPeer, ...]:
         return () if self._made is None else self._made.connected()
 
+    def link_to(self, peer: KeyId) -> ConnectedPeer | None:
+        """Return one of the connected peers."""
+        return None if self._made is None else self._made.link_to(peer)
+
     def known(self) -> tuple[PeerAddress, ...]:
         return () if self._made is None else self._made.known()
 

@@ -182,6 +182,10 @@ class Libp2pNetwork:
             if (up := [link for link in list(every) if not link.is_closed])
         )
 
+    def link_to(self, peer: KeyId) -> ConnectedPeer | None:
+        up = [] if self.running is None else self.running.streams.links(peer)
+        return ConnectedPeer(peer, all(map(leads_through_relay, up)), hosts_of(up)) if up else None
+
     def known(self) -> tuple[PeerAddress, ...]:
         return tuple(self._known.values())
 
@@ -345,7 +349,7 @@ class Libp2pNetwork:
         await self._close_links(peer)
 
     async def _keep_alive(self) -> None:
-        """Drop peers silent for MISSED_MAX rounds; ping the others. Stalls of this machine do not count as silence."""
+        """Drop peers silent for MISSED_MAX rounds; ask the quiet ones. Stalls of this machine do not count as silence."""
         heartbeat_s, began_s = self._settings.heartbeat_s, trio.current_time()
         while True:
             await trio.sleep(heartbeat_s)
@@ -355,10 +359,11 @@ class Libp2pNetwork:
             self.heard_s = {peer: heard_s + stalled_s for peer, heard_s in self.heard_s.items() if peer in linked}
             async with trio.open_nursery() as nursery:
                 for peer in linked:
-                    if (silent_s := now_s - self.heard_s.setdefault(peer, now_s)) > MISSED_MAX * heartbeat_s:
+                    silent_s = now_s - self.heard_s.setdefault(peer, now_s)
+                    if silent_s > MISSED_MAX * heartbeat_s:
                         log.info("peer %s sent nothing for %.0f s: disconnected", peer, silent_s)
                         nursery.start_soon(self._close_links, peer)
-                    else:
+                    elif is_quiet(silent_s, heartbeat_s):
                         nursery.start_soon(self._ask_whether_alive, peer)
 
     async def _ask_whether_alive(self, peer: KeyId) -> None:
@@ -373,6 +378,14 @@ class Libp2pNetwork:
     def _advertised(self, candidates: Sequence[Multiaddr]) -> Sequence[Multiaddr]:
         """Return what Identify advertises: what may be announced and nothing else, so no address inside a home network."""
         return [Multiaddr(address) for address in self.addresses()]
+
+
+def is_quiet(silent_s: float, heartbeat_s: float) -> bool:
+    """Return whether to ask a peer for a sign of life.
+
+    Of two peers with nothing to send, the second in each interval has just heard the first's question, and asks nothing.
+    """
+    return silent_s >= heartbeat_s / 2
 
 
 def _near(settings: PeerSettings) -> list[str]:

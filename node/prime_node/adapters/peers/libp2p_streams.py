@@ -11,6 +11,7 @@ excess requests instead of waiting.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections import Counter
@@ -221,8 +222,8 @@ class Streams:
 
     def links(self, peer: str) -> list[Any]:
         """Return the open links to a peer."""
-        connections = self._host.get_network().connections.get(ID.from_string(peer)) or []
-        return [link for link in connections if not link.is_closed]
+        connections = self._host.get_network().connections.get(_id_of(peer)) or []
+        return [link for link in list(connections) if not link.is_closed]
 
     def hosts(self, peer: str) -> tuple[str, ...]:
         """Return the IP addresses at which a peer's direct links end."""
@@ -322,6 +323,11 @@ def _host_of(link: Any) -> str:
         ends = [end.host for text in texts if (end := endpoint_of(text)) is not None]
         known = _hosts[link] = "" if leads_through_relay(link) or not ends else ends[0]
     return known
+
+
+@functools.lru_cache(limits.KNOWN_PEERS_MAX)
+def _id_of(peer: str) -> ID:
+    return ID.from_string(peer)
 
 
 async def _widen(stream: INetStream) -> None:

@@ -23,6 +23,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from prime_node.adapters.web.http_answers import BYTES_PER_SECOND_MIN, CONNECT_S_MAX
@@ -133,6 +134,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._lost = lost
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._socket: Any = None
         self._timer: asyncio.TimerHandle | None = None
         self._answered: asyncio.Future[RangeAnswer] | None = None
         self._asked_s = self._moved_s = 0.0
@@ -185,6 +187,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport  # type: ignore[assignment]  # uvloop's transports are no subclasses of asyncio.Transport
+        self._socket = transport.get_extra_info("socket")  # uvloop makes a new object for each call
         self._timer = self._loop.call_later(self._stall_s, self._look)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -230,7 +233,7 @@ class _Connection(asyncio.BufferedProtocol):
         """Let the system wake this process once so many bytes are there, or the end. Only Linux does."""
         if num_bytes != self._wakes_at and self._transport is not None and sys.platform == "linux":
             self._wakes_at = num_bytes
-            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
 
     # The answer
 

@@ -59,8 +59,10 @@ def serve_routes(network: PeerNetwork, routes: Sequence[Route], service: PeerSer
         headers = {} if question.authorization is None else {"authorization": question.authorization}
         if question.start is not None and question.end is not None:
             headers["range"] = f"bytes={question.start}-{question.end - 1}"
-        hosts = next((link.hosts for link in network.connected() if link.peer == peer), ())
-        request = Request(params=params, body=b"", headers=headers, remote=hosts[0] if hosts else peer)
+        link = network.link_to(peer)
+        request = Request(
+            params=params, body=b"", headers=headers, remote=link.hosts[0] if link and link.hosts else peer
+        )
         if service is not None:
             if service.member(request) not in (None, peer):
                 raise RemoteError(ErrorCode.BAD_SIGNATURE, "this ticket belongs to another key")
@@ -174,7 +176,7 @@ class NetworkPeer:
 
         Raises Unreachable if there is only a relayed link: relays carry short messages, not blobs.
         """
-        linked = {link.peer: link for link in self._network.connected()}.get(self.address.peer)
+        linked = self._network.link_to(self.address.peer)
         if linked is None or not linked.is_direct:
             linked = await self._network.connect(self.address, timeout_s=LINK_S_MAX)
         if not linked.is_direct:
