@@ -54,7 +54,7 @@ _TABLE_NEAR = 0.75
 class SandboxSettings(BaseModel):
     """Sandbox of a role that processes untrusted data: docs/sandbox.md."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     also_read: tuple[Path, ...] = ()
     """Further files and folders that this process may read, for example a model in your home."""
@@ -77,7 +77,6 @@ class Settings(BaseSettings):
         extra="forbid",
         frozen=True,
         env_nested_delimiter="__",
-        use_attribute_docstrings=True,
         nested_model_default_partial_update=True,
     )
 

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum, StrEnum
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -140,7 +140,7 @@ def _rows(
         elif isinstance(item, tuple) and item and all(isinstance(one, BaseModel) for one in item):
             tables += [(f"[[{'.'.join((*names, name))}]]", type(one), one) for one in item]
         else:
-            yield f"# {field.description or meanings.get(name, '')}{_range(field)}".replace("\n", " ")
+            yield f"# {meanings.get(name, '')}{_range(field)}".replace("\n", " ")
             where = origin((*names, name))
             remark = f"  # from {where}" if where else ""
             if item is _UNSET:
@@ -168,6 +168,11 @@ def settings_schema(shapes: list[type[Settings]]) -> dict[str, Any]:
     schemas, definitions = models_json_schema(
         [(shape, "validation") for shape in shapes], ref_template="#/$defs/{model}"
     )
+    defined = definitions.get("$defs", {})
+    for shape in _with_inner(shapes):
+        for name, meaning in _meanings(shape).items():
+            if name in (properties := defined[shape.__name__]["properties"]):
+                properties[name].setdefault("description", meaning)
     tables = {shape.section: schemas[shape, "validation"] for shape in shapes}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -175,8 +180,18 @@ def settings_schema(shapes: list[type[Settings]]) -> dict[str, Any]:
         "type": "object",
         "additionalProperties": False,
         "properties": tables,
-        "$defs": definitions.get("$defs", {}),
+        "$defs": defined,
     }
+
+
+def _with_inner(shapes: Iterable[type[BaseModel]]) -> set[type[BaseModel]]:
+    """Return these classes and those of all tables in them."""
+    found, left = set[type[BaseModel]](), list(shapes)
+    while left:
+        if (one := left.pop()) not in found:
+            found.add(one)
+            left += (inner for field in one.model_fields.values() for inner in models_of(field))
+    return found
 
 
 def origin_of(names: Names, sources: Mapping[str, Mapping[str, Any]]) -> str:
@@ -232,7 +247,10 @@ def _choices(annotation: Any) -> list[str]:
 
 
 def _meanings(shape: type[BaseModel]) -> dict[str, str]:
-    """Return the docstring below each field, of the class and its bases. Classes of the protocol keep none at run time."""
+    """Return the docstring below each field, of the class and its bases.
+
+    pydantic would read it from the source at each start.
+    """
     found: dict[str, str] = {}
     for one in reversed(shape.__mro__):
         if one is BaseModel or not issubclass(one, BaseModel) or one.__module__.startswith("pydantic"):

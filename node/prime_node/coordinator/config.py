@@ -31,7 +31,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 class EvaluationConfig(BaseModel):
     """Evaluations by the workers. They cost the run's own inference; their results are labelled untrusted."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     every: int = Field(default=0, ge=0)
     """Number of steps between evaluated policies, the first one included; 0: none is evaluated."""

@@ -18,7 +18,7 @@ UNSEEN_WEIGHT = 1.0
 class DifficultyPool(BaseModel):
     """Pool of a sampler: problems up to a mean reward, and how often they are drawn."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     threshold: float = Field(allow_inf_nan=False)
     """Largest mean reward of a problem's last group in this pool. The pool with the largest threshold takes what is above too."""
@@ -36,7 +36,7 @@ _POOLS = {
 class TaskSampler(BaseModel):
     """How problems are drawn, with prime-rl's names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["standard", "difficulty_pool"] = "standard"
     """`standard`: all problems alike. `difficulty_pool`: by the weight of the pool of a problem's last group."""
@@ -79,7 +79,7 @@ class TaskSampler(BaseModel):
 class AdvantageRangeGate(BaseModel):
     """Gate for groups whose advantages, rewards less their mean, are all in a range: they do not reach the trainer (prime-rl)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["advantage_range"] = "advantage_range"
     """Kind of the gate."""
@@ -103,7 +103,7 @@ class AdvantageRangeGate(BaseModel):
 class CurriculumConfig(BaseModel):
     """Selection of problems. Without thresholds and filtering, all problems are used."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     easy_threshold: float | None = Field(default=None, ge=0.0, le=1.0)
     """Mean reward of a group at or above which its problem is not asked again."""

@@ -42,7 +42,7 @@ REFERENCE_SHARE = 0.25
 class TinyModel(BaseModel):
     """A small Qwen3-architecture model with a byte-level tokenizer, generated locally."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["tiny"] = "tiny"
     """Kind of the model: generated here."""
@@ -59,7 +59,7 @@ class TinyModel(BaseModel):
 class PretrainedModel(BaseModel):
     """A model folder in Hugging Face format, or a model from a hub."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["pretrained"]
     """Kind of the model: with weights of its own."""
@@ -70,7 +70,7 @@ class PretrainedModel(BaseModel):
 class AdapterConfig(BaseModel):
     """Low-rank adapters of a pretrained model, published without the base: megabytes per policy instead of gigabytes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int = Field(ge=1)
     """Rank of the factors."""
@@ -83,7 +83,7 @@ class AdapterConfig(BaseModel):
 class ReplayConfig(BaseModel):
     """Re-execution of training steps by strangers. The table `[run.replay]`, even an empty one, turns it on."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     state_every: int = Field(default=10, ge=1)
     """Policies between two published training states, 12 bytes a parameter each. A re-execution begins at one of them."""

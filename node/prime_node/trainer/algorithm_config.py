@@ -19,7 +19,7 @@ Scalar = str | int | float | bool
 class AdamW(BaseModel):
     """The optimizer of one phase."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     lr: float = Field(default=1e-6, gt=0.0)
     """Learning rate after the warm-up."""
@@ -55,7 +55,7 @@ class AdamW(BaseModel):
 class Chosen(BaseModel):
     """An algorithm by name, with its settings. A key that is not named here is one of `kwargs`, as in prime-rl."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: str
     """Name of the algorithm."""
@@ -111,7 +111,7 @@ class LossConfig(Chosen):
 class KlControlConfig(BaseModel):
     """Coefficient of the divergence in the reward, with verl's names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: KlControlKind = KlControlKind.FIXED
     """fixed, or adaptive: towards `target_kl`."""
@@ -130,7 +130,7 @@ class KlControlConfig(BaseModel):
 class LengthPenaltyConfig(BaseModel):
     """Length penalty: cheap rollouts get a larger reward; tokens and turns compare the group's best, linear all of it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: LengthCost
     """Cost measure: tokens, turns or linear."""
@@ -149,7 +149,7 @@ class LengthPenaltyConfig(BaseModel):
 class OverlongConfig(BaseModel):
     """Soft penalty of rollouts that are almost as long as the run allows (DAPO)."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     len: int = Field(ge=1)
     """Tokens before the run's longest completion in which the penalty rises."""
@@ -187,7 +187,7 @@ class FilterConfig(Chosen):
 class TeacherConfig(BaseModel):
     """The teacher of mode opd: `vllm serve MODEL --port 8001`, with the tokenizer of the trained model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str
     """URL of its HTTP server, "http://host:port"."""
@@ -198,7 +198,7 @@ class TeacherConfig(BaseModel):
 class DistillationConfig(BaseModel):
     """Loss of modes opd and opsd, with NeMo-RL's and verl's names."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     topk: int = Field(default=0, ge=-1)
     """Likeliest tokens of the teacher at each place; 0 is its logprob of the sampled token alone (loss opd), -1 the whole
@@ -216,7 +216,7 @@ class DistillationConfig(BaseModel):
 class SelfDistillationConfig(BaseModel):
     """The teacher of mode opsd: the policy itself, whose prompt holds the environment's own answer as well."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     template: str = (
         "{problem}\n\nA correct solution of this problem:\n{solution}\n\nNow solve it yourself, in your own words."
@@ -230,7 +230,7 @@ class SelfDistillationConfig(BaseModel):
 class CriticConfig(BaseModel):
     """A critic for the advantage gae: a model of its own, as large as the policy. Names are verl's."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     critic_warmup: int = Field(default=0, ge=0)
     """Steps that train the critic alone, from the step at which it begins."""

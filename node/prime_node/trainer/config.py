@@ -33,7 +33,7 @@ class LoraConfig(BaseModel):
     Policies are published merged, so workers need no support for adapters.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int = Field(ge=1)
     """Width of the factors."""
@@ -46,7 +46,7 @@ class LoraConfig(BaseModel):
 class SftConfig(BaseModel):
     """Supervised training before the reinforcement learning: it teaches the task's format."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps_max: int = Field(default=0, ge=0)
     """Maximum number of steps; 0 skips the phase."""
@@ -67,7 +67,7 @@ class SftConfig(BaseModel):
 class PublishConfig(BaseModel):
     """Encodings published of each policy. Those that do not pay are omitted: broadcast/publish/spans.py."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     spans: tuple[Annotated[int, Field(ge=1)], ...] = (1, 4, 16)
     """Steps that deltas cover, at policies whose version they divide. The trainer holds one policy's weights for each."""
@@ -84,7 +84,7 @@ class PublishConfig(BaseModel):
 class RanksConfig(BaseModel):
     """Training on several processes, which `--nproc` or torchrun start. They divide the devices' memory among them."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     nproc: int | None = Field(default=None, ge=1)
     """Processes on this machine, one for each GPU; the option `--nproc` overrides it. torchrun has its own. None: as few as `up`

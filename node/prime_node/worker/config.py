@@ -16,7 +16,7 @@ from prime_protocol.assignment import Name
 class NodePageConfig(BaseModel):
     """The worker's own page in a browser of this machine: what the worker does, and its controls."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     enabled: bool = True
     """Serve the page. Only this machine reaches it, and only with a key that `prime-node open` shows."""

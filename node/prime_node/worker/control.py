@@ -28,7 +28,7 @@ _HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d", re.ASCII
 class WorkLimits(BaseModel):
     """When a worker computes, and how much of the machine it uses. Outside of the limits on when, it is paused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     hours: str = ""
     """Hours of the day in which it computes, in local time, for example "22:00-07:00". Empty: all hours."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class SwarmConfig(BaseModel):
     """Settings for this machine's part in distributing policies."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     enabled: bool = True
     """Fetch from other peers and serve them. If off, everything comes from the coordinator and the mirrors."""
