@@ -46,10 +46,10 @@ from setup_native import (
     what_to_do,
 )
 from setup_pip import (
-    CACHE,
     LEFT_OUT,
     LOG,
     ROOT,
+    UV_CACHE,
     VENV,
     VENV_PYTHON,
     SetupError,
@@ -273,7 +273,7 @@ def install(machine: Machine, extras: list[str]) -> None:
     # (4) this project
     say("(4) this project, editable")
     install_packages("--no-deps", "--no-build-isolation", "--editable", ".")
-    shutil.rmtree(CACHE, ignore_errors=True)
+    shutil.rmtree(UV_CACHE, ignore_errors=True)
     compiled.result()
     compile_packages()
     for remark in programs.result():

@@ -17,7 +17,6 @@ import urllib.request
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from setup_machine import Machine
 
@@ -26,7 +25,7 @@ VENV = ROOT / ".venv"
 VENV_PYTHON = VENV / "bin" / "python"
 LOG = VENV / "logs" / "setup.log"
 TAIL_LINES = 15
-CACHE = VENV / "cache"
+UV_CACHE = VENV / "cache"
 """Downloads of uv, until the set-up is complete: on the file system of .venv, into which uv links them."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own; PyPI holds only the CUDA build for Linux
 CPU_INDEX_TIMEOUT_S = 5
@@ -53,6 +52,7 @@ UV_VARIABLES = {
 }
 NOT_FOR_UV = {
     "cache-dir",
+    "config-file",
     "constraint",
     "disable-pip-version-check",
     "no-cache-dir",
@@ -73,17 +73,17 @@ class SetupError(Exception):
 
 def pip(*arguments: str) -> tuple[int, list[str]]:
     """Run pip; return its exit status and last lines."""
-    return run(str(VENV_PYTHON), "-m", "pip", *arguments, "--progress-bar", "off")
+    return run_logged(str(VENV_PYTHON), "-m", "pip", *arguments, "--progress-bar", "off")
 
 
-def environment() -> dict[str, str]:
+def pip_environment() -> dict[str, str]:
     # Constraints come by the environment, since only so they bind isolated builds, and by a relative path,
     # since pip splits the variable at blanks.
     env = {name: value for name, value in os.environ.items() if name not in NOT_HERE}
     return env | {"PIP_CONSTRAINT": "constraints.txt", "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
 
 
-def run(*command: str, variables: Mapping[str, str] = MappingProxyType({})) -> tuple[int, list[str]]:
+def run_logged(*command: str, variables: Mapping[str, str] | None = None) -> tuple[int, list[str]]:
     """Run a program; return its exit status and last lines. A terminal shows its current line."""
     tail: list[str] = []
     on_terminal = sys.stdout.isatty()
@@ -93,7 +93,7 @@ def run(*command: str, variables: Mapping[str, str] = MappingProxyType({})) -> t
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment() | variables,
+            env={**pip_environment(), **(variables or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -141,7 +141,7 @@ def install_packages(*arguments: str) -> None:
             *options,
             *arguments,
         )
-        if run(*command, variables={"UV_CACHE_DIR": str(CACHE), "UV_NO_PROGRESS": "1"} | variables)[0] == 0:
+        if run_logged(*command, variables={"UV_CACHE_DIR": str(UV_CACHE), "UV_NO_PROGRESS": "1"} | variables)[0] == 0:
             return
     pip_or_fail("install", "--no-compile", *arguments)
 
@@ -149,7 +149,9 @@ def install_packages(*arguments: str) -> None:
 def uv_settings() -> tuple[list[str], dict[str, str]] | None:
     """Return uv's options and variables for pip's settings, or None where pip has one that uv lacks or may read otherwise."""
     command = [str(VENV_PYTHON), "-m", "pip", "config", "list"]
-    listed = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    listed = subprocess.run(command, cwd=ROOT, env=pip_environment(), capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        return None
     found = {"global": dict[str, str](), "install": {}, ":env:": {}}  # of two values for one setting, the last holds
     for line in listed.stdout.splitlines():  # global.find-links='/one /two'
         place, _, value = line.partition("=")

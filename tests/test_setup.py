@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -41,6 +42,22 @@ def test_the_plan_of_a_set_up_names_parts_and_sizes_and_makes_nothing(tree: Path
     assert "MB to download" in ran.stdout
     assert not (tree / ".venv").exists()
     assert "no such part: workr; there are" in run(tree, "scripts/setup.py", "--parts", "workr").stderr
+
+
+def test_uv_gets_the_settings_of_pip_unless_it_lacks_one(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tree / ".venv" / "bin").mkdir(parents=True)
+    (tree / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    asked = "import sys; sys.path.insert(0, 'scripts'); import setup_pip; print(setup_pip.uv_settings())"
+    monkeypatch.setenv("PIP_CERT", "/etc/own.pem")
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "one two")
+    options, variables = ast.literal_eval(run(tree, "-c", asked).stdout)
+    assert options[2:] == [
+        *("--default-index", "http://127.0.0.1:9/simple"),
+        *("--allow-insecure-host", "one", "--allow-insecure-host", "two"),
+    ]
+    assert variables["SSL_CERT_FILE"] == "/etc/own.pem"
+    monkeypatch.setenv("PIP_ONLY_BINARY", ":all:")
+    assert run(tree, "-c", asked).stdout == "None\n"
 
 
 @pytest.mark.slow
