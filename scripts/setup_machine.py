@@ -14,7 +14,7 @@ DRIVER_MAJOR_MIN = 580  # torch 2.13 on PyPI is built with CUDA 13
 # Size of a part, in MB: (to download, on disk). CPU parts were measured on x86-64 Linux with Python 3.11,
 # the others are added up from their wheels: a guide, not a promise.
 SIZES_MB = {
-    "core": (65, 195),
+    "core": (60, 170),
     "coordinator": (10, 30),
     "postgres": (4, 12),
     "s3": (5, 16),
@@ -28,7 +28,7 @@ SIZES_MB = {
     "envs": (10, 50),
     "parquet": (50, 170),
     "verifiers": (20, 60),
-    "dev": (85, 265),
+    "dev": (90, 290),
 }
 NEEDS_TORCH = frozenset({"train", "vllm", "vllm-cpu"})
 
