@@ -1,7 +1,7 @@
 """Runs uv and pip in .venv: every line goes to the log, a failure ends with its last lines and what to do next.
 
 uv installs, since it downloads and unpacks many packages at once. It gets pip's settings, for mirrors for example. pip installs
-where uv is not to be had, fails, or lacks one of these settings.
+where uv cannot be installed, fails, or lacks one of these settings.
 Standard library only. Versions come from constraints.txt alone.
 """
 
