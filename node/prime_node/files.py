@@ -50,9 +50,14 @@ BLOCK_BYTES = 2**20
 def disk_fault(error: OSError, place: object = "") -> LocalError:
     """Return the error of one line for a fault of the disk: the file, or else `place`, what happened, and what to do."""
     where = error.filename2 or error.filename or place  # a rename's second name is the file that was to be written
-    kind = TransientFault if error.errno in PASSING_FAULTS else LocalError
+    kind = kind_of(error)
     advice = DISK_FAULTS.get(error.errno or 0, "check the disk")
     return kind(f"{where}{': ' if where else ''}{error.strerror or error}; {advice}, then start again")
+
+
+def kind_of(error: Exception) -> type[LocalError]:
+    """Return the type of the error for a fault of the disk: whether it may pass by itself."""
+    return TransientFault if getattr(error, "errno", None) in PASSING_FAULTS else LocalError
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prime_node.broadcast.publish.disk_room import DiskRoom
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import TransientFault
 from prime_protocol.manifest import TensorEntry
 
 
@@ -32,5 +32,5 @@ def test_a_policy_that_the_disk_has_no_room_for_is_an_error_and_fills_no_disk(
 ) -> None:
     """Before, the system took all that was free before it refused, and every other process met a full disk."""
     monkeypatch.setattr("os.posix_fallocate", lambda *_: pytest.fail("the disk is filled"))
-    with pytest.raises(LocalError, match=r"a policy of .* bytes does not fit into .*Free some space there"):
+    with pytest.raises(TransientFault, match=r"a policy of .* bytes does not fit into .*Free some space there"):
         DiskRoom([entry("fp32", 2**40)], tmp_path)

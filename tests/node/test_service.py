@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from prime_node.cli.main import app
 from prime_node.cli.outcome import MAY_PASS
+from prime_node.cli.place import given_link, parse_link
 from prime_node.cli.service_manager import Launchd, Systemd
 from prime_node.cli.service_unit import RoleService, launchd_plist, systemd_unit
 from prime_node.keyfile import keep_secret
@@ -205,6 +206,52 @@ def test_only_their_owner_reads_a_unit_and_its_file_of_secrets(tmp_path: Path, m
         assert secrets.stat().st_mode & 0o777 == 0o600
     monkeypatch.setenv("PRIME_WORKER_INVITE", "B" * 40)
     assert WorkerConfig.load({}).invite == "B" * 40
+
+
+def test_launchd_gets_an_invitation_in_a_file_of_the_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the property list had it among the arguments, which `ps` and `launchctl print` show to every user."""
+    entry = pwd.struct_passwd((*pwd.getpwuid(os.getuid())[:5], str(tmp_path), "/bin/sh"))
+    monkeypatch.setattr("pwd.getpwuid", lambda _: entry)
+    monkeypatch.setattr("prime_node.cli.service.SHARED_TMP", ())
+    printed("--user", "worker", LINK)  # imports what it needs before the platform changes
+    monkeypatch.setattr("sys.platform", "darwin")
+    (tmp_path / "link").write_text(f"{LINK}.{'A' * 40}\n")
+    for given in (f"{LINK}.{'A' * 40}", str(tmp_path / "link")):
+        ran = CliRunner().invoke(app, ["service", "install", "--user", "worker", given], catch_exceptions=False)
+        assert ran.exit_code == 0, ran.output
+        manager = Launchd(True, tmp_path)
+        plist = manager.file("worker").read_bytes()
+        assert b"A" * 40 not in plist
+        assert plistlib.loads(plist)["ProgramArguments"][-2:] == ["join", str(manager.link_file("worker"))]
+        assert manager.link_file("worker").stat().st_mode & 0o777 == 0o600
+        assert str(parse_link(given_link(str(manager.link_file("worker"))))) == f"{LINK}.{'A' * 40}"
+    with pytest.raises(LocalError, match="no launchctl"):
+        CliRunner().invoke(app, ["service", "uninstall", "worker"], catch_exceptions=False)
+    assert "A" * 40 not in "".join(printed("--user", "worker", f"{LINK}.{'A' * 40}"))
+
+
+def test_no_role_has_an_invitation_in_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, a seed's and a gateway's unit had it, and a setting of the command line too."""
+    monkeypatch.setattr("prime_node.cli.service.SHARED_TMP", ())
+    keep_secret(tmp_path / "gateway.key", bytes(32))
+    invited = f"{LINK}.{'A' * 40}"
+    key = ("--set", f"gateway.key={tmp_path}/gateway.key")
+    for arguments in (("worker", invited), ("seed", invited), ("gateway", invited, *key)):
+        unit = "\n".join(printed("--user", *arguments))
+        assert (LINK in unit, "A" * 40 in unit) == (True, False), arguments
+    with pytest.raises(LocalError, match="other users of this machine see what --set holds"):
+        printed("--user", "worker", LINK, "--set", f"worker.invite={'A' * 40}")
+
+
+def test_launchd_is_asked_to_restart_nothing_that_ended_for_a_reason(tmp_path: Path) -> None:
+    """Before, a banned worker asked its coordinator each minute for ever."""
+    variables = plistlib.loads(launchd_plist(made("worker"), log=tmp_path / "log"))["EnvironmentVariables"]
+    join = (sys.executable, "-m", "prime_node", "join", "no link")
+    for more, code in (({}, 3), (variables, 0)):
+        ran = subprocess.run(join, capture_output=True, text=True, env={**os.environ, **more}, timeout=120)
+        assert (ran.returncode, "a join link looks like" in ran.stderr) == (code, True), ran.stderr
 
 
 def test_a_role_whose_database_does_not_answer_is_started_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from prime_node.cli.doctor import trial_command
+from prime_node.cli.options import Options
 from prime_node.cli.place import given_link, parse_link
 from prime_protocol import limits
 from prime_protocol.errors import LocalError
@@ -61,13 +62,42 @@ def _arguments(process: Path) -> bytes:
         return b""
 
 
-def test_the_longest_link_comes_whole_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_typed_invitation_gets_a_warning_and_a_setting_of_it_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    plain = f"http://192.0.2.1:8400/#{'0' * 64}"
+    assert given_link(plain) == plain
+    assert caplog.messages == []
+    assert given_link(f"{plain}.{INVITE}") == f"{plain}.{INVITE}"
+    assert len(caplog.messages) == 1
+    assert INVITE not in caplog.text
+    with pytest.raises(LocalError, match="other users of this machine see what --set holds") as raised:
+        Options(None, [f"worker.invite ={INVITE}"])
+    assert INVITE not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a binary file"])
+def test_what_is_no_file_of_a_link_is_an_error_of_one_line(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "link"
+    match kind:
+        case "a folder":
+            file.mkdir()
+        case "a pipe":
+            os.mkfifo(file)
+        case _:
+            file.write_bytes(bytes(range(256)))
+    with pytest.raises(LocalError):
+        parse_link(given_link(str(file)))
+
+
+def test_the_longest_link_comes_whole_from_standard_input_or_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = f"http://{'a' * 250}.example:8400/#{'0' * 64}.{'A' * limits.INVITE_CHARS_MAX}"
     (tmp_path / "link").write_text(f"{link}\nmore\n")
     with (tmp_path / "link").open() as file:
         monkeypatch.setattr(sys, "stdin", file)
         assert parse_link(given_link("-")) == parse_link(link)
     assert given_link(link) == link
+    assert parse_link(given_link(str(tmp_path / "link"))) == parse_link(link)
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(LocalError, match="a join link looks like"):
         parse_link(given_link("-"))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from prime_node.worker.config import WorkerConfig
     from prime_node.worker.worker import Ending
     from prime_protocol.identity import SigningKey
-    from prime_protocol.run_spec import JoinLink
+    from prime_protocol.run_spec import JoinLink, PinnedRun
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +156,7 @@ async def run_confined(
     The engine and the environments take seconds to build, so the worker calls `equip` after it has joined.
     """
     from prime_node.cli import wire, wire_swarm
+    from prime_node.cli.fault_pauses import pause_after_faults
     from prime_node.cli.wire_classes import engine_info
     from prime_node.cli.wire_environments import end_environments
     from prime_node.cli.wire_node import limit_links, limited_settings, links_of, node_page
@@ -172,8 +173,11 @@ async def run_confined(
             stack.callback(worker.launcher.close)
         client = await stack.enter_async_context(wire.client(worker.link, worker.key))
 
-        pinned = wire.pinned_run(client, worker.link.run, folder, mirrors=settings.mirrors)
-        run = await unless(stop.wait(), pinned)
+        async def begin() -> PinnedRun:
+            await pause_after_faults(folder, wire.clock())
+            return await wire.pinned_run(client, worker.link.run, folder, mirrors=settings.mirrors)
+
+        run = await unless(stop.wait(), begin())
         if run is None:
             return Ending.STOPPED
         model = folder / "model"

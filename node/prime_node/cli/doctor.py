@@ -56,7 +56,8 @@ HOW_TO_GET = " (only some runs need them; `prime-node doctor` without a link say
 
 def doctor(
     link: Annotated[
-        str | None, typer.Argument(help="Join link of a run: can this machine work for it? `-`: from stdin.")
+        str | None,
+        typer.Argument(help="Join link of a run: can this machine work for it? - or a file: its first line."),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure/--no-measure", help="With a link: measure disk, network and engine, in a minute.")

@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 
 from prime_node.cli.options import READ_BY_ROLE, ConfigFile, EngineName, LogLevel, Options, Set, StopWithParent
+from prime_node.cli.place import Link, given_link
 
 UNSAFE = "Cheat on purpose (altered, stale, int4, forged-seed, ...), to see the checks at work. You will be banned."
 
 
 def join(
-    link: Annotated[
-        str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>; - reads it from standard input.")
-    ],
+    link: Link,
     name: Annotated[str | None, typer.Option(help="Name of this worker on the operator's screens.")] = None,
     engine: Annotated[EngineName | None, typer.Option(help="Inference engine.")] = None,
     folder: Annotated[
@@ -44,12 +43,14 @@ def join(
     """Lend this machine to a run: fetch the newest policy, generate, upload. Ctrl-C leaves cleanly.
 
     \b
-    Exit codes: 0 left as asked, or the run is over; 3 this machine is at fault; 4 banned, or refused; 130 stopped at once.
+    Exit codes: 0 left as asked, or the run is over; 3 this machine is at fault; 4 banned, or refused; 6 a fault that may pass;
+    130 stopped at once.
     """
     from prime_node.cli.api import confined_worker, run_confined
+    from prime_node.cli.fault_pauses import counted_faults
     from prime_node.cli.lifetime import run_role
     from prime_node.cli.node_screen import node_screen
-    from prime_node.cli.place import given_link
+    from prime_node.cli.wire import clock
     from prime_node.cli.wire_traces import traced
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
@@ -75,6 +76,6 @@ def join(
         with node_screen() as screen:
             return (await run_confined(worker, stop, screen=screen)).exit_code
 
-    with traced("worker", worker.link.run):
+    with traced("worker", worker.link.run), counted_faults(worker.folder, clock()):
         code = run_role(main, stop_with_parent=stop_with_parent, grace_s=worker.settings.grace_seconds + 5.0)
     raise typer.Exit(code)

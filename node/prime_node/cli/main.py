@@ -75,6 +75,8 @@ CONTROLS = frozenset({"pause", "resume", "finish", "limit", "open"})
 
 COMPLETION = "_PRIME_NODE_COMPLETE"
 """Environment variable with which a shell asks for completions."""
+FINAL_AS_0 = "_PRIME_NODE_FINAL_AS_0"
+"""Environment variable for launchd, which starts a role again after each exit code but 0: final codes become 0."""
 CONFINED = frozenset({"join", "seed", "validator"})
 """Commands that confine themselves, which restricts only threads started later. Importing numpy would start some."""
 
@@ -185,8 +187,15 @@ def main() -> None:
 
         completion_init()
     try:
-        app(prog_name="prime-node")
-    except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 (a bug is raised again)
-        from prime_node.cli.outcome import tell
+        try:
+            app(prog_name="prime-node")
+        except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 (a bug is raised again)
+            from prime_node.cli.outcome import tell
 
-        sys.exit(tell(error, next(iter(sys.argv[1:]), "")))
+            sys.exit(tell(error, next(iter(sys.argv[1:]), "")))
+    except SystemExit as ended:
+        if FINAL_AS_0 in os.environ:
+            from prime_node.cli.lifetime import FINAL_CODES
+
+            sys.exit(0 if ended.code in FINAL_CODES else ended.code)
+        raise

@@ -29,6 +29,9 @@ READ_BY_ROLE: dict[str, tuple[Section, ...]] = {
 }
 """Tables that the command of each role reads. `up` passes on only these."""
 
+SECRET_SETTINGS = ("worker.invite",)
+"""Settings that no argument holds."""
+
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", "-c", help="TOML file; it holds only what differs from the defaults.")
 ]
@@ -83,6 +86,11 @@ class Options:
         self.overrides = parse_overrides(assignments)
         check_sections(self.overrides, SECTIONS, path=Path("--set"))
         _refuse_ignored(assignments, reads)
+        if any(one.partition("=")[0].strip() in SECRET_SETTINGS for one in assignments):
+            raise LocalError(
+                "other users of this machine see what --set holds: give the link with its invitation as - (standard input) or in "
+                "a file, or write [worker] invite into the file of --config, which you alone may read"
+            )
 
     @classmethod
     def of_run(

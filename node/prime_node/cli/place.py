@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +12,22 @@ from urllib.parse import urlsplit
 import typer
 
 from prime_node.cli.run_dir import RunDir
+from prime_node.files import disk_faults
 from prime_node.folder_lock import FolderLock
-from prime_node.inside import refuse_links
+from prime_node.inside import read_regular, refuse_links
 from prime_node.keyfile import load_key
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
+log = logging.getLogger(__name__)
+
 HOME = Path.home() / ".prime-node"
 """Folder of a contributor's key, and of its roles' data if no folder is named."""
 LINK_CHARS_MAX = 2**14
-"""Characters of a join link that are read from standard input."""
+"""Characters of a join link that are read from standard input or a file."""
 
-Link = Annotated[str, typer.Argument(help="Join link: http://host:port/#<64 hex digits>.")]
+Link = Annotated[str, typer.Argument(help="Join link, http://host:port/#<64 hex digits>; - or a file: its first line.")]
 Run = Annotated[str, typer.Argument(help="Run directory, or join link (then --key and --folder are needed).")]
 GatewayRun = Annotated[str, typer.Argument(help="Run directory, or join link (then --set gateway.key=FILE is needed).")]
 Key = Annotated[
@@ -64,10 +68,20 @@ def worker_folders() -> list[Path]:
 
 
 def given_link(text: str) -> str:
-    """Return the join link of an argument. `-` is the first line of standard input, which no other user sees."""
-    if text != "-":
-        return text
-    return sys.stdin.readline(LINK_CHARS_MAX) if sys.stdin else ""  # None if it is closed
+    """Return the join link of an argument: `-` is the first line of standard input, and a path that of the file.
+
+    Other users see neither, but they see an argument: a link that holds an invitation gets a warning. Raises LocalError.
+    """
+    if text == "-":
+        return sys.stdin.readline(LINK_CHARS_MAX) if sys.stdin else ""  # None if it is closed
+    if not is_url(text) and (file := Path(text).expanduser()).exists():
+        with disk_faults(file):
+            return read_regular(file, bytes_max=LINK_CHARS_MAX).decode("utf-8", "replace").partition("\n")[0]
+    if is_url(text) and "." in text.partition("#")[2]:
+        log.warning(
+            "other users of this machine see the invitation in this argument; `-` or a file in its place hides it"
+        )
+    return text
 
 
 def parse_link(text: str) -> JoinLink:

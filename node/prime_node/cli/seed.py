@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from prime_node.cli.options import READ_BY_ROLE, ConfigFile, LogLevel, Options, Set, StopWithParent
-from prime_node.cli.place import HOME, Link, OwnKey, parse_link
+from prime_node.cli.place import HOME, Link, OwnKey, given_link, parse_link
 from prime_protocol.run_spec import JoinLink
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def seed(
     from prime_node.worker.config import WorkerConfig
 
     setup_logging("seed", level=log_level)
-    parsed = parse_link(link)
+    parsed = parse_link(given_link(link))
     settings = Options(config, assignments, reads=READ_BY_ROLE["seed"]).load(WorkerConfig)
     place = (folder or HOME / "seeds" / parsed.run[:16]).resolve()
     with FolderLock(place):

@@ -6,10 +6,9 @@ import math
 import os
 import pwd
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,15 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from prime_node.cli.options import READ_BY_ROLE, Options, command_group
-from prime_node.cli.place import is_url, parse_link
+from prime_node.cli.place import given_link, is_url, parse_link
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.say import say
+from prime_node.cli.service_manager import call_in_turn, call_manager
 from prime_node.config import calling_user, our_variables
 from prime_node.files import write_durably
 from prime_protocol.errors import LocalError
 
 if TYPE_CHECKING:
-    from prime_node.cli.service_manager import Command, Manager
+    from prime_node.cli.service_manager import Manager
     from prime_node.config import Settings
 
 service = command_group(
@@ -71,7 +71,8 @@ def install(
     manager = _manager(of_user=of_user, home=account.home)
     variables = manager.variables_file(chosen)
     settings = _settings(role, params, variables)
-    words, secrets = (words, "") if variables is None else _without_invitation(words, params)
+    link_file = manager.link_file(chosen)
+    words, secret = _without_invitation(role, words, params, link_file)
     writes = (*_state_folders(role, params, account.home), account.home / ".cache")
     described = RoleService(
         name=chosen,
@@ -85,23 +86,27 @@ def install(
     )
     content = manager.content(described)
     if shown:
-        say(*content.decode().splitlines(), *([f"# {variables} needs a line {INVITE_VARIABLE}=..."] if secrets else []))
+        say(*content.decode().splitlines(), *([f"# {link_file or variables} has the invitation"] if secret else []))
         return
     _check_interpreter(account)
     for folder in writes:
         _make(folder, account)
     file = manager.file(chosen)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(file, content, mode=0o600)  # with launchd the command line may hold an invitation
-    if variables is not None and (secrets or not variables.exists()):
+    write_durably(file, content, mode=0o600)
+    if link_file is not None and secret:
+        link_file.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(link_file, f"{secret}\n".encode(), mode=0o600)
+        os.chown(link_file, account.uid, account.gid)
+    if variables is not None and (secret or not variables.exists()):
         variables.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         kept = variables.read_text().splitlines() if variables.exists() else [VARIABLES_TEXT]
-        kept = [line for line in kept if not (secrets and line.startswith(f"{INVITE_VARIABLE}="))]
-        write_durably(variables, "".join(f"{line}\n" for line in (*kept, *secrets.splitlines())).encode(), mode=0o600)
+        kept = [line for line in kept if not (secret and line.startswith(f"{INVITE_VARIABLE}="))]
+        write_durably(variables, "".join(f"{line}\n" for line in (*kept, *secret.splitlines())).encode(), mode=0o600)
     log = manager.log_file(chosen)
     if log is not None:
         _make(log.parent, account)
-    _run_all(manager.enable(chosen))
+    call_in_turn(manager.enable(chosen))
     if variables is not None:
         say(f"secrets of the service, such as AWS_SECRET_ACCESS_KEY or PGPASSWORD, belong into {variables}")
     say(f"installed {file}", f"start it now: prime-node service start {chosen}")
@@ -113,7 +118,7 @@ def install(
 def start(name: Name) -> None:
     """Start a service now."""
     manager = _installed(name)
-    _run_all([manager.start(name)])
+    call_in_turn([manager.start(name)])
     say(f"started {name}; `prime-node service logs --follow {name}` shows what it does")
 
 
@@ -123,14 +128,14 @@ def stop(name: Name) -> None:
 
     It starts again with the machine or the session; `uninstall` ends that.
     """
-    _run_all([_installed(name).stop(name)])
+    call_in_turn([_installed(name).stop(name)])
     say(f"stopped {name}")
 
 
 @service.command("status")
 def service_status(name: Name) -> None:
     """Show what the service manager knows of a service."""
-    raise typer.Exit(_run(_installed(name).show(name)))
+    raise typer.Exit(call_manager(_installed(name).show(name)))
 
 
 @service.command()
@@ -138,7 +143,7 @@ def logs(
     name: Name, follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until Ctrl-C.")] = False
 ) -> None:
     """Show a service's log."""
-    raise typer.Exit(_run(_installed(name).logs(name, follow=follow)))
+    raise typer.Exit(call_manager(_installed(name).logs(name, follow=follow)))
 
 
 @service.command()
@@ -146,12 +151,12 @@ def uninstall(name: Name) -> None:
     """Stop a service and remove its file. Keys, policies and runs stay where they are."""
     manager = _installed(name)
     for command in manager.disable(name):
-        _run(command)  # it may not run
+        call_manager(command)  # it may not run
     manager.file(name).unlink()
-    log = manager.log_file(name)
-    if log is not None:
-        log.unlink(missing_ok=True)
-    _run_all(manager.forgotten())
+    for written in (manager.log_file(name), manager.link_file(name)):
+        if written is not None:
+            written.unlink(missing_ok=True)
+    call_in_turn(manager.forgotten())
     say(f"removed {manager.file(name)}; keys, policies and runs stay where they are")
     variables = manager.variables_file(name)
     if variables is not None and variables.exists():
@@ -206,7 +211,7 @@ def _parsed(role: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, A
         command = command.commands[command.default_command]
     params = command.make_context(f"prime-node {name}", list(arguments)).params
     if "link" in params:
-        parse_link(params["link"])
+        params["link"] = str(parse_link(given_link(params["link"])))
     words, options = [name], []
     for parameter in command.params:
         value = params[parameter.name or ""]
@@ -226,13 +231,21 @@ def _parsed(role: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, A
     return [*words, *options], params
 
 
-def _without_invitation(words: list[str], params: dict[str, Any]) -> tuple[list[str], str]:
-    """Return the command line without a link's invitation, which other users would see, and the line that has it instead."""
-    link = parse_link(params["link"]) if "link" in params else None
+def _without_invitation(
+    role: str, words: list[str], params: dict[str, Any], link_file: Path | None
+) -> tuple[list[str], str]:
+    """Return the command line without a link's invitation, which other users would see, and the line that has it instead.
+
+    The line is one of `link_file`, which takes the link's place, or else one of the file of variables.
+    """
+    given = str(params.get("link") or params.get("run", ""))
+    link = parse_link(given) if is_url(given) else None
     if link is None or not link.invite:
         return words, ""
-    plain = str(replace(link, invite=""))
-    return [plain if word == params["link"] else word for word in words], f"{INVITE_VARIABLE}={link.invite}"
+    plain, line = str(replace(link, invite="")), f"{INVITE_VARIABLE}={link.invite}"
+    if link_file is not None and role == "worker":
+        plain, line = str(link_file), str(link)
+    return [plain if word == given else word for word in words], line if role == "worker" else ""
 
 
 def _absolute(name: str | None, value: Any) -> Any:
@@ -265,7 +278,9 @@ def _settings(role: str, params: dict[str, Any], variables: Path | None) -> Sett
             f"{ours[0]} is set here, and a service does not see it: write it {place}, and `unset {ours[0]}`"
         )
     reads = READ_BY_ROLE[COMMANDS.get(role, role)]
-    options = Options.of_run(str(params.get("run", "")), params["config"], list(params["assignments"]), reads=reads)
+    options = Options.of_run(
+        str(params.get("run", "")), params["config"], list(params["assignments"]), reads=reads
+    )
     options.load(EnvironmentSettings)
     if role == "gateway":
         gateway = options.load(GatewayConfig)
@@ -372,21 +387,3 @@ def _make(folder: Path, account: _Account) -> None:
         one.mkdir(mode=0o700)
         if os.geteuid() == 0:
             os.chown(one, account.uid, account.gid, follow_symlinks=False)
-
-
-def _run_all(commands: Iterable[Command]) -> None:
-    for command in commands:
-        if code := _run(command):
-            raise LocalError(f"`{shlex.join(command)}` failed with code {code}; its message is above")
-
-
-def _run(command: Command) -> int:
-    """Run a command of the service manager in this terminal. Raises LocalError if there is none."""
-    try:
-        return subprocess.run(command, check=False).returncode
-    except FileNotFoundError:
-        raise LocalError(
-            f"this machine has no {command[0]}: services need systemd, or launchd on macOS. `--print` shows the file"
-        ) from None
-    except KeyboardInterrupt:  # ends a log that is followed
-        return 0

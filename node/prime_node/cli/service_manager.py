@@ -1,12 +1,16 @@
-"""The two service managers: where each keeps the file of a service, and the commands that act on it. service.py runs them."""
+"""The two service managers: where each keeps the file of a service, and the commands that act on it."""
 
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from prime_node.cli.service_unit import RoleService, job_label, launchd_plist, systemd_unit, unit_name
+from prime_protocol.errors import LocalError
 
 Command = tuple[str, ...]
 
@@ -31,6 +35,10 @@ class Systemd:
         """Return the file of the service's secret environment variables. systemd reads it as root, or as the user."""
         folder = self.home / ".config" / "prime-node" if self.of_user else Path("/etc/prime-node")
         return folder / f"{name}.env"
+
+    def link_file(self, name: str) -> Path | None:
+        """Return None: the file of variables has the invitation of a link."""
+        return None
 
     def enable(self, name: str) -> list[Command]:
         """Return the commands that make systemd read the unit and start it at boot, or at the user's login."""
@@ -89,6 +97,11 @@ class Launchd:
         """Return None: launchd reads no file of variables."""
         return None
 
+    def link_file(self, name: str) -> Path:
+        """Return the file of a join link that holds an invitation: `launchctl print` shows arguments and variables to all."""
+        folder = (self.home / "Library" if self.of_user else Path("/Library")) / "Application Support" / "prime-node"
+        return folder / f"{name}.link"
+
     def enable(self, name: str) -> list[Command]:
         """Return nothing: launchd reads the folder at the next start of the machine or of the session."""
         return []
@@ -126,3 +139,22 @@ class Launchd:
 
 
 Manager = Systemd | Launchd
+
+
+def call_in_turn(commands: Iterable[Command]) -> None:
+    """Run commands until one fails. Raises LocalError."""
+    for command in commands:
+        if code := call_manager(command):
+            raise LocalError(f"`{shlex.join(command)}` failed with code {code}; its message is above")
+
+
+def call_manager(command: Command) -> int:
+    """Run a command of the service manager in this terminal. Raises LocalError if there is none."""
+    try:
+        return subprocess.run(command, check=False).returncode
+    except FileNotFoundError:
+        raise LocalError(
+            f"this machine has no {command[0]}: services need systemd, or launchd on macOS. `--print` shows the file"
+        ) from None
+    except KeyboardInterrupt:  # ends a log that is followed
+        return 0

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_node.cli.lifetime import FINAL_CODES
+from prime_node.cli.main import FINAL_AS_0
 from prime_protocol.errors import LocalError
 from prime_protocol.visible import printable
 
 RESTART_S = 10
 """Delay before a role that ended unexpectedly is started again. There is no limit on restarts."""
 LAUNCHD_RESTART_S = 60
-"""The same for launchd, which knows no final exit codes."""
+"""The same for launchd."""
 OPEN_FILES = 65_536
 GPU_DEVICES = ("char-nvidia*", "char-drm", "char-kfd", "char-infiniband*", "/dev/dxg")
 """Device groups and files of GPU drivers. systemd looks up groups when the service starts."""
@@ -138,12 +139,12 @@ def systemd_unit(service: RoleService, *, variables: Path | None = None) -> str:
 
 
 def launchd_plist(service: RoleService, *, log: Path) -> bytes:
-    """Return the property list. launchd restarts a role after any exit code but 0."""
+    """Return the property list. launchd restarts a role after any exit code but 0, and so it gets 0 for all final ones."""
     described: dict[str, object] = {
         "Label": job_label(service.name),
         "ProgramArguments": list(service.command),
         "WorkingDirectory": str(service.directory),
-        "EnvironmentVariables": {"PYTHONUNBUFFERED": "1"},
+        "EnvironmentVariables": {"PYTHONUNBUFFERED": "1", FINAL_AS_0: "1"},
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": LAUNCHD_RESTART_S,

@@ -35,9 +35,10 @@ def validator(
     stop_with_parent: StopWithParent = False,
 ) -> None:
     """Judge rollouts by a forward pass of the claimed policy, and compute their rewards."""
+    from prime_node.cli.fault_pauses import counted_faults
     from prime_node.cli.kernels import ready_kernels
     from prime_node.cli.lifetime import run_role
-    from prime_node.cli.wire import environment_launcher
+    from prime_node.cli.wire import clock, environment_launcher
     from prime_node.cli.wire_sandbox import absolute_model, confine_role, validator_needs
     from prime_node.cli.wire_traces import traced
     from prime_node.envs.settings import EnvironmentSettings
@@ -53,7 +54,7 @@ def validator(
     ready_kernels()
     launcher = environment_launcher(grants, settings.sandbox, folder=place.folder)
     confine_role(settings.sandbox, place.folder, validator_needs(settings, grants, launcher))
-    with traced("validator", place.link.run):
+    with traced("validator", place.link.run), counted_faults(place.folder, clock()):
         code = run_role(
             lambda stop: _validate(place, settings, grants, launcher, stop),
             stop_with_parent=stop_with_parent,
@@ -70,6 +71,7 @@ async def _validate(
     stop: asyncio.Event,
 ) -> int:
     from prime_node.cli import wire, wire_scorers, wire_swarm
+    from prime_node.cli.fault_pauses import pause_after_faults
     from prime_node.patience import unless
     from prime_node.validator.loop import run_validator
     from prime_node.validator.validator import Validator
@@ -79,6 +81,7 @@ async def _validate(
 
         async def set_up() -> tuple[PinnedRun, SamplingScorer, ScoringWorkers]:
             """Wait for an unreachable coordinator, and build in threads so that signals are still handled."""
+            await pause_after_faults(place.folder, wire.clock())
             run = await wire.pinned_run(client, place.link.run, place.folder, mirrors=settings.mirrors)
             scoring_workers = wire.scoring_workers(
                 run.spec, model, grants, launcher, folder=place.folder, workers_max=settings.scorers

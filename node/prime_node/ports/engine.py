@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from prime_protocol.assignment import Sampling
+from prime_protocol.errors import TransientFault
 from prime_protocol.rollout import Completion, EngineInfo
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.verify import Prefill
@@ -161,6 +162,10 @@ class EngineMismatch(Exception):
 
 class EngineDied(EngineMismatch):
     """The engine's processes ended. The next `load` starts new ones."""
+
+
+class EngineFault(TransientFault):
+    """The engine fails again and again, so its process ends: memory, or a driver that a new process finds in order."""
 
 
 def require_finite(prefill: Prefill) -> Prefill:

@@ -38,10 +38,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from prime_node.files import DAMAGED, PASSING_FAULTS, digest_of_file, sync
+from prime_node.files import DAMAGED, digest_of_file, kind_of, sync
 from prime_node.inside import NotRegular
 from prime_node.trainer.state import Phase, TrainerState
-from prime_protocol.errors import LocalError, TransientFault
+from prime_protocol.errors import LocalError
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +98,7 @@ class Checkpoints:
             yield
         except (OSError, LocalError) as error:
             shutil.rmtree(partial, ignore_errors=True)
-            kind = TransientFault if getattr(error, "errno", None) in PASSING_FAULTS else LocalError
-            raise kind(
+            raise kind_of(error)(
                 f"checkpoint {partial.stem} cannot be written in {self._folder}: {error}. The previous checkpoint is intact"
             ) from None
 
@@ -198,7 +197,7 @@ def _fault_of(path: Path) -> str | None:
     except OSError as error:
         if error.errno in (errno.EIO, errno.EISDIR):  # a sector of the disk, or an entry of a folder
             return f"{read} is damaged: {error}"
-        raise LocalError(f"{read} cannot be read: {error}; start the trainer again once it can") from None
+        raise kind_of(error)(f"{read} cannot be read: {error}; start the trainer again once it can") from None
     return None
 
 

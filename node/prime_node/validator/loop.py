@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from prime_node.patience import PAUSE_S_MIN, ask_until_answered, unless
-from prime_node.ports.engine import EngineDied, EngineMismatch, GenerateRequest, SamplingScorer
+from prime_node.ports.engine import EngineDied, EngineFault, EngineMismatch, GenerateRequest, SamplingScorer
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import begin_span, of_lease, spanned
 from prime_node.validator.judge import Judgement, OpenedBundle, open_bundle, prove_bundle, prove_bundles, reward_bundle
@@ -33,7 +33,7 @@ from prime_node.validator.scoring import NotWanted
 from prime_node.validator.spans import policies_of
 from prime_node.validator.validator import BundleAudit, Validator, batches, take_waiting
 from prime_protocol.assignment import Sampling
-from prime_protocol.errors import LocalError, RemoteError
+from prime_protocol.errors import RemoteError
 from prime_protocol.replies import CheckTask, NotYet
 from prime_protocol.requests import BundleRequest, CheckRequest, CheckResultRequest, HoldingRequest
 from prime_protocol.rollout import Completion
@@ -188,7 +188,7 @@ def _drop_if_late(validator: Validator, task: CheckTask) -> bool:
 
 
 async def _proven_batch(validator: Validator, batch: Sequence[BundleAudit]) -> Sequence[Judgement | None]:
-    """Verify bundles of one batch together; one by one, as `_proven` does, if that fails. Raises LocalError."""
+    """Verify bundles of one batch together; one by one, as `_proven` does, if that fails. Raises EngineFault."""
     if len(batch) > 1:
         (version,) = policies_of(batch[0].bundle.rollouts)
         left_s = min(_seconds_left(validator, audit.task) for audit in batch)
@@ -205,7 +205,7 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
     """Verify one bundle with the right policy.
 
     Returns None if the policy does not arrive in time, or the scorer's processes end: another validator gets the bundle. Raises
-    LocalError if the scorer does not compute what a policy's weights imply: its verdicts would be worthless.
+    EngineFault if the scorer does not compute what a policy's weights imply: its verdicts would be worthless.
     """
     versions = policies_of(bundle.rollouts)
     policies: dict[int, Weights] = {}
@@ -232,7 +232,7 @@ async def _proven(validator: Validator, task: CheckTask, bundle: OpenedBundle) -
             log.error(
                 "bundle %s, load %d of %d: %s; the bundle is not judged", task.bundle[:12], attempt, LOADS_MAX, error
             )
-    raise LocalError(
+    raise EngineFault(
         f"{validator.scorer.info.calibration_class} computes policy {max(versions)} wrongly on this machine after {LOADS_MAX} "
         "loads, so it judges nothing; test the machine's memory, try another validator.dtype, and report this"
     )

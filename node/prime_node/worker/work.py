@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from prime_node.broadcast.follow.follower import Policy
 from prime_node.patience import first_of, unless
-from prime_node.ports.engine import BatchingEngine, EngineMismatch, swapping_engine
+from prime_node.ports.engine import BatchingEngine, EngineFault, EngineMismatch, swapping_engine
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import of_lease, spanned
 from prime_node.worker.generating import Play, bundle_for, generate, open_lease, play_lease
@@ -28,7 +28,7 @@ from prime_node.worker.reporting import status_of
 from prime_node.worker.worker import HOLDING_MAX, LeaseInHand, Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.digest import digest_of
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.replies import NotYet
 from prime_protocol.requests import LeaseRequest, ReturnLeaseRequest, WorkerState
 from prime_protocol.schedule import SwapPolicy
@@ -309,7 +309,7 @@ async def _wait_newer(worker: Worker, policy_version: int) -> tuple[int, Weights
 async def _load(worker: Worker, policy: Policy) -> bool:
     """Swap the engine to verified weights and return True.
 
-    Raises LocalError if the engine does not compute what the weights imply.
+    Raises EngineFault if the engine does not compute what the weights imply.
     """
     for attempt in range(1, LOADS_MAX + 1):
         worker.loaded.version = -1
@@ -322,7 +322,7 @@ async def _load(worker: Worker, policy: Policy) -> bool:
             )
         else:
             return True
-    raise LocalError(
+    raise EngineFault(
         f"engine {worker.engine.info.name} {worker.engine.info.version} does not compute policy {policy.version} "
         f"correctly after {LOADS_MAX} loads; choose another one with --engine, and report this"
     )

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from prime_node.ports.engine import EngineDied
-from prime_protocol.errors import LocalError
+from prime_node.ports.engine import EngineDied, EngineFault
 
 T = TypeVar("T")
 
@@ -31,9 +30,9 @@ class EngineWatch:
         self._starts = 0
 
     def begin(self) -> None:
-        """Count a start. Raises LocalError if another one is not expected to help."""
+        """Count a start. Raises EngineFault if another one is not expected to help."""
         if self._starts >= STARTS_MAX:
-            raise LocalError(
+            raise EngineFault(
                 f"vLLM was started {self._starts} times, and its processes ended each time before they had answered once; its "
                 "own messages are above. Is memory short (see dmesg)? Lower cpu_cache_gib, gpu_memory_share or sequences_max, "
                 "or use --engine transformers"

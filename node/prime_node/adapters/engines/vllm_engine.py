@@ -40,11 +40,10 @@ from prime_node.adapters.engines.vllm_probe import (
 from prime_node.adapters.engines.vllm_runner import executor_of, runner_arguments, start_engine
 from prime_node.adapters.engines.vllm_worker_extension import OWNER_SETTING, WorkerExtension
 from prime_node.adapters.models.causal_model import CausalModel
-from prime_node.ports.engine import EngineMismatch, GenerateRequest
+from prime_node.ports.engine import EngineFault, EngineMismatch, GenerateRequest
 from prime_node.scratch import process_folder
 from prime_protocol.assignment import Sampling
 from prime_protocol.check_policy import CheckPolicy
-from prime_protocol.errors import LocalError
 from prime_protocol.rollout import Completion, EngineInfo
 from prime_protocol.schedule import SwapPolicy
 from prime_protocol.weights import Weights
@@ -265,7 +264,7 @@ class VllmEngine:
             self._llm = await asyncio.shield(self._starting)
         except (RuntimeError, ValueError) as error:
             self._starting = None
-            raise LocalError(
+            raise EngineFault(
                 f"vLLM did not start ({error}); its own messages are above. --engine transformers does not need vLLM"
             ) from error
         await self._llm.collective_rpc("prime_watch_logits")

@@ -28,7 +28,7 @@ from prime_node.patience import first_answer
 from prime_node.ports.transport import Unreachable
 from prime_protocol.chain import checked_manifest
 from prime_protocol.envelope import Envelope, open_envelope
-from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.errors import ErrorCode, RemoteError, TransientFault
 from prime_protocol.manifest import BasePolicy, SignedManifest
 from prime_protocol.run_spec import PinnedRun
 
@@ -293,10 +293,10 @@ class Heads:
         self._ring = version
 
     def _withdraw(self, head: SignedManifest, reason: str) -> NoReturn:
-        """Forget the head, keep it as evidence, and raise LocalError."""
+        """Forget the head, keep it as evidence, and raise TransientFault."""
         self._write(place(self._folder, f"evidence/withdrawn-{head.digest[:16]}.json"), head.envelope)
         (self._folder / "head.json").unlink(missing_ok=True)
-        raise LocalError(
+        raise TransientFault(
             f"policy {self.newest}, which this machine follows, is not part of the run by key ring {self._run.keys.version}: "
             f"{reason}. It is kept in {self._folder / 'evidence'}; start again to follow the run's own policies"
         )

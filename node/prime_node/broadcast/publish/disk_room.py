@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from typing import Self
 
 import numpy as np
 
+from prime_node.files import kind_of
 from prime_protocol.codec import DTYPES
 from prime_protocol.errors import LocalError
 from prime_protocol.manifest import PartEntry, TensorEntry
@@ -46,7 +48,7 @@ class PartSpool:
             while written < len(data):
                 written += os.pwrite(self.file.fileno(), memoryview(data)[written:], self._end + written)
         except OSError as error:
-            raise LocalError(
+            raise kind_of(error)(
                 f"an encoded policy does not fit into {self._folder}: {error}. Free some space there"
             ) from error
         self._places[entry.digest] = self._end
@@ -76,10 +78,10 @@ class DiskRoom:
         with tempfile.TemporaryFile(dir=folder) as file:
             try:
                 if size > (free := shutil.disk_usage(folder).free):
-                    raise OSError(f"only {free:,} bytes are free")
+                    raise OSError(errno.ENOSPC, f"only {free:,} bytes are free")
                 os.posix_fallocate(file.fileno(), 0, max(1, size))
             except OSError as error:
-                raise LocalError(
+                raise kind_of(error)(
                     f"a policy of {size:,} bytes does not fit into {folder}: {error}. Free some space there"
                 ) from error
             self._bytes = np.memmap(file, np.uint8, mode="r+", shape=(max(1, size),))

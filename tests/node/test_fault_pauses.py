@@ -1,0 +1,71 @@
+"""A role whose engine fails begins again, later after each further fault."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from prime_node.cli.fault_pauses import FAULTS, counted_faults, pause_after_faults
+from prime_node.ports.engine import EngineFault
+from prime_protocol.errors import LocalError
+
+
+class CountedClock:
+    """Clock that a sleep moves on."""
+
+    def __init__(self) -> None:
+        self.at_s = 1_000_000.0
+        self.slept_s: list[float] = []
+
+    def now_ms(self) -> int:
+        return int(self.at_s * 1_000)
+
+    def monotonic_s(self) -> float:
+        return self.at_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self.at_s += seconds
+
+
+def fail(folder: Path, clock: CountedClock, error: Exception) -> None:
+    with pytest.raises(type(error)), counted_faults(folder, clock):
+        raise error
+
+
+async def test_a_role_waits_twice_as_long_after_each_further_fault_and_an_hour_at_most(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = CountedClock()
+    for number in range(9):
+        await pause_after_faults(tmp_path, clock)
+        fail(tmp_path, clock, ExceptionGroup("tasks", [EngineFault(f"fault {number}")]))
+    assert clock.slept_s == [60, 120, 240, 480, 960, 1920, 3600, 3600]
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 8
+    assert f"remove {tmp_path / FAULTS}" in caplog.messages[0]
+
+
+async def test_a_fault_that_is_long_ago_is_forgotten_and_one_in_the_future_delays_no_longer(tmp_path: Path) -> None:
+    clock = CountedClock()
+    for _ in range(3):
+        fail(tmp_path, clock, EngineFault("wrong"))
+    clock.at_s -= 86_400.0
+    await pause_after_faults(tmp_path, clock)
+    assert clock.slept_s == [240], "a clock that was wrong"
+    clock.at_s += 2 * 86_400.0
+    await pause_after_faults(tmp_path, clock)
+    fail(tmp_path, clock, EngineFault("wrong"))
+    await pause_after_faults(tmp_path, clock)
+    assert clock.slept_s == [240, 60]
+
+
+async def test_other_faults_and_a_damaged_file_delay_nothing(tmp_path: Path) -> None:
+    clock = CountedClock()
+    fail(tmp_path, clock, LocalError("a setting"))
+    assert not (tmp_path / FAULTS).exists()
+    for damaged in ("", "[]", '{"count": "x", "at_ms": 1}', '{"count": 1}'):
+        (tmp_path / FAULTS).write_text(damaged)
+        await pause_after_faults(tmp_path, clock)
+    assert clock.slept_s == []
