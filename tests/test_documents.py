@@ -149,7 +149,9 @@ def test_settings_and_metrics_that_the_guides_name_exist() -> None:
     known = known_settings() | {("run", "json"), ("worker", "txt")}  # files
     assert settings
     assert settings <= known, settings - known
-    metrics = {name.removesuffix("_bucket") for name in re.findall(r"\bprime_(?!node\b|protocol\b)[a-z0-9_]+", text)}
+    metrics = {
+        re.sub("_(bucket|count)$", "", name) for name in re.findall(r"\bprime_(?!node\b|protocol\b)[a-z0-9_]+", text)
+    }
     assert metrics
     declared = {metric.name for metric in (*METRICS, *HOST_METRICS)}
     assert metrics <= declared, metrics - declared

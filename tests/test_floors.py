@@ -101,7 +101,6 @@ PICKS_ADAPTERS = {
         "wire_new",
         "wire_node",
         "wire_own_code",
-        "wire_rows",
         "wire_sandbox",
         "wire_scorers",
         "wire_store",
@@ -109,7 +108,7 @@ PICKS_ADAPTERS = {
         "wire_training",
         "wire_replay",
         "wire_restrictions",
-        "wire_traces",
+        "wire_rows",
     )
 }
 

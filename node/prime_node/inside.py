@@ -100,17 +100,22 @@ def read_regular(path: Path, *, bytes_max: int | None = None) -> bytes:
     return data
 
 
-def linked_inside(folder: Path, name: str) -> Path:
-    """Return where a file of a model's folder is, if its name is a link. Raises LocalError for a link that leads elsewhere.
-
-    A folder of the hub's cache, snapshots/REVISION, has links to ../../blobs.
-    """
+def linked_anywhere(folder: Path, name: str) -> Path:
+    """Return where a file of a model's folder is, if its name is a link. Raises LocalError."""
     if name in ("", os.curdir, os.pardir) or Path(name).name != name or "\0" in name:
         raise LocalError(f"{folder}: {printable(name, 100)} is outside the folder")
     try:
-        home, real = folder.resolve(), (folder / name).resolve()
+        return (folder / name).resolve()
     except (OSError, RuntimeError) as error:  # a circle of links
         raise LocalError(f"{folder / printable(name, 100)}: {printable(str(error), 200)}") from None
+
+
+def linked_inside(folder: Path, name: str) -> Path:
+    """Return the same, and raise LocalError for a link that leads elsewhere.
+
+    A folder of the hub's cache, snapshots/REVISION, has links to ../../blobs.
+    """
+    home, real = folder.resolve(), linked_anywhere(folder, name)
     in_cache = home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
     if real.parent != home and not in_cache:
         raise LocalError(

@@ -6,28 +6,23 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.time_world import VirtualClock
 
-from prime_node.cli.fault_pauses import FAULTS, counted_faults, pause_after_faults
+from prime_node.cli.lifetime import FAULTS, counted_faults, pause_after_faults
 from prime_node.ports.engine import EngineFault
 from prime_protocol.errors import LocalError
 
 
-class CountedClock:
-    """Clock that a sleep moves on."""
+class CountedClock(VirtualClock):
+    """Clock that remembers the sleeps."""
 
     def __init__(self) -> None:
-        self.at_s = 1_000_000.0
+        super().__init__()
         self.slept_s: list[float] = []
-
-    def now_ms(self) -> int:
-        return int(self.at_s * 1_000)
-
-    def monotonic_s(self) -> float:
-        return self.at_s
 
     async def sleep(self, seconds: float) -> None:
         self.slept_s.append(seconds)
-        self.at_s += seconds
+        await super().sleep(seconds)
 
 
 def fail(folder: Path, clock: CountedClock, error: Exception) -> None:
@@ -51,10 +46,10 @@ async def test_a_fault_that_is_long_ago_is_forgotten_and_one_in_the_future_delay
     clock = CountedClock()
     for _ in range(3):
         fail(tmp_path, clock, EngineFault("wrong"))
-    clock.at_s -= 86_400.0
+    clock.seconds -= 86_400.0
     await pause_after_faults(tmp_path, clock)
     assert clock.slept_s == [240], "a clock that was wrong"
-    clock.at_s += 2 * 86_400.0
+    clock.seconds += 2 * 86_400.0
     await pause_after_faults(tmp_path, clock)
     fail(tmp_path, clock, EngineFault("wrong"))
     await pause_after_faults(tmp_path, clock)

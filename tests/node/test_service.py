@@ -246,7 +246,7 @@ def test_no_role_has_an_invitation_in_its_arguments(tmp_path: Path, monkeypatch:
 
 
 def test_launchd_is_asked_to_restart_nothing_that_ended_for_a_reason(tmp_path: Path) -> None:
-    """Before, a banned worker asked its coordinator each minute for ever."""
+    """Before, a banned worker asked its coordinator each minute."""
     variables = plistlib.loads(launchd_plist(made("worker"), log=tmp_path / "log"))["EnvironmentVariables"]
     join = (sys.executable, "-m", "prime_node", "join", "no link")
     for more, code in (({}, 3), (variables, 0)):

@@ -232,7 +232,7 @@ def test_nothing_is_imported_and_nothing_done_without_a_collector() -> None:
     assert begin_span("check", of_step(1)) is begin_span("check", of_step(2))
     assert sent_context() == {}
     program = (
-        "import sys, prime_node.cli.wire_traces as it, prime_node.coordinator.assembly, prime_node.worker.loop\n"
+        "import sys, prime_node.cli.wire_rows as it, prime_node.coordinator.assembly, prime_node.worker.loop\n"
         "with it.traced('worker', 'run'): pass\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )

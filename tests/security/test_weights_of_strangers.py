@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prime_node.adapters.models.model_folder import FILE_BYTES_MAX
-from prime_node.adapters.models.pretrained_model import folder_weights, pretrained_model_files
+from prime_node.adapters.models.pretrained_model import folder_weights, pretrained_model_files, pretrained_weights
 from prime_node.broadcast.audit.safetensors_file import (
     FILES_MAX,
     HEADER_BYTES_MAX,
@@ -19,6 +19,9 @@ from prime_node.broadcast.audit.safetensors_file import (
     read_weights,
     write_safetensors,
 )
+from prime_node.cli.wire_sandbox import worker_needs
+from prime_node.envs.settings import EnvironmentSettings
+from prime_node.worker.config import WorkerConfig
 from prime_protocol.errors import LocalError
 from prime_protocol.weights import empty_like
 
@@ -143,6 +146,23 @@ def test_no_file_outside_a_model_s_folder_is_published_with_it(tmp_path: Path) -
     sparse(folder / "merges.txt", FILE_BYTES_MAX["merges.txt"] + 1)
     with pytest.raises(LocalError, match="has more than 67,108,864 bytes"):
         pretrained_model_files(str(folder))
+
+
+def test_weights_may_be_on_another_disk_where_nothing_of_the_folder_is_published(tmp_path: Path) -> None:
+    """Before, a contributor's own base model was refused too."""
+    disk, folder = tmp_path / "disk", tmp_path / "model"
+    disk.mkdir()
+    folder.mkdir()
+    write_safetensors(disk / "one", ONE)
+    (folder / "model.safetensors").symlink_to(disk / "one")
+    assert pretrained_weights(str(folder), follows_links=True).keys() == {"a"}
+    needs = worker_needs(WorkerConfig(base_model=str(folder)), EnvironmentSettings(), None)
+    assert {folder, disk / "one"} <= set(needs.read), "the confined worker may read it"
+    with pytest.raises(LocalError, match="is a link out of the folder"):
+        pretrained_weights(str(folder))
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../disk/one"}}')
+    with pytest.raises(LocalError, match="outside the folder"):
+        pretrained_weights(str(folder), follows_links=True)
 
 
 @pytest.mark.timeout(60)

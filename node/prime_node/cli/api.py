@@ -156,7 +156,7 @@ async def run_confined(
     The engine and the environments take seconds to build, so the worker calls `equip` after it has joined.
     """
     from prime_node.cli import wire, wire_swarm
-    from prime_node.cli.fault_pauses import pause_after_faults
+    from prime_node.cli.lifetime import pause_after_faults
     from prime_node.cli.wire_classes import engine_info
     from prime_node.cli.wire_environments import end_environments
     from prime_node.cli.wire_node import limit_links, limited_settings, links_of, node_page
@@ -293,7 +293,7 @@ async def verify_checkpoint(
     if not is_url(place):
         published_folder(place)
     other = None if against is None else read_weights(against)
-    merged_into = None if base is None else read_weights(base)
+    merged_into = None if base is None else read_weights(base, follows_links=True)
     key = None if sign is None else load_key(sign)
     memory_bytes_max = None if memory is None else int(memory * 2**30)
     if export is not None:

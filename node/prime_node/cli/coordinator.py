@@ -76,7 +76,7 @@ def serve(
     stopped run to another store, and `prime-node coordinator replay` folds its journal again; a folder called `move` is ./move.
     """
     from prime_node.cli.lifetime import run_role
-    from prime_node.cli.wire_traces import traced
+    from prime_node.cli.wire_rows import traced
     from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging

@@ -47,11 +47,10 @@ def join(
     130 stopped at once.
     """
     from prime_node.cli.api import confined_worker, run_confined
-    from prime_node.cli.fault_pauses import counted_faults
-    from prime_node.cli.lifetime import run_role
+    from prime_node.cli.lifetime import counted_faults, run_role
     from prime_node.cli.node_screen import node_screen
     from prime_node.cli.wire import clock
-    from prime_node.cli.wire_traces import traced
+    from prime_node.cli.wire_rows import traced
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
     from prime_node.worker.config import WorkerConfig

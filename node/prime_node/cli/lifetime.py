@@ -5,6 +5,9 @@ The first SIGTERM sets the stop event, and the role has `grace_s` to finish its 
 that has not ended END_S later ends with its process: a thread in a forward pass, or an engine that starts, cannot be interrupted.
 That loses nothing that was finished, as every role may be killed at any time. With `stop_with_parent`, end of file on standard
 input acts like SIGTERM: the pipe closes when the supervisor dies, however that happens, so no process is orphaned.
+
+A service manager starts a role whose engine failed after seconds, as a new process often finds the machine in order. The role
+then waits, twice as long after each further fault, so that a lasting one is no loop of restarts. In a terminal it begins at once.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import multiprocessing
 import os
@@ -19,9 +23,14 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
-from prime_node.patience import Stop
+from prime_node.files import write_durably
+from prime_node.inside import read_regular
+from prime_node.patience import Stop, causes_of
+from prime_node.ports.clock import Clock
+from prime_node.ports.engine import EngineFault
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +46,11 @@ REPEATED_S = 0.5
 """Time after a SIGTERM in which further ones count as the same: `timeout` sends it to a process and again to its group."""
 SETTLED_S = 60.0
 """Delay before objects made by imports are frozen. A garbage collection that scans all of them would stop the loop for 0.2 s."""
+FAULTS = "engine-faults.json"
+"""File of the role's folder with the number of faults in a row and the time of the last one."""
+PAUSE_S_MIN, PAUSE_S_MAX = 60.0, 3_600.0
+FORGOTTEN_S = 6 * 3_600.0
+"""Time after a fault from which the next one counts as the first."""
 
 
 def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_parent: bool, grace_s: float) -> int:
@@ -144,3 +158,40 @@ def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
             pass
     with contextlib.suppress(RuntimeError):  # the loop has already ended
         loop.call_soon_threadsafe(stop.set)
+
+
+async def pause_after_faults(folder: Path, clock: Clock) -> None:
+    """Wait for as long as the faults in a row require, unless this is a terminal."""
+    count, at_ms = _faults(folder / FAULTS)
+    ago_s = max(0.0, (clock.now_ms() - at_ms) / 1_000)
+    left_s = min(PAUSE_S_MIN * 2 ** min(count - 1, 10), PAUSE_S_MAX) - ago_s if count else 0.0
+    if left_s > 0 and not sys.stderr.isatty():
+        log.error(
+            "the engine of this machine has failed %d times in a row, last %.0f s ago: this role begins again in %.0f s. "
+            "To begin now, fix what the log above says, remove %s, and restart it",
+            *(count, ago_s, left_s, folder / FAULTS),
+        )
+        await clock.sleep(left_s)
+
+
+@contextlib.contextmanager
+def counted_faults(folder: Path, clock: Clock) -> Iterator[None]:
+    """Count an EngineFault that ends the `with` block."""
+    try:
+        yield
+    except Exception as error:
+        if any(isinstance(cause, EngineFault) for cause in causes_of(error)):
+            (count, at_ms), now_ms = _faults(folder / FAULTS), clock.now_ms()
+            again = {"count": count + 1 if now_ms - at_ms < FORGOTTEN_S * 1_000 else 1, "at_ms": now_ms}
+            with contextlib.suppress(OSError):  # a full disk hides no fault of the engine
+                write_durably(folder / FAULTS, json.dumps(again).encode())
+        raise
+
+
+def _faults(file: Path) -> tuple[int, int]:
+    """Return the number of faults in a row, and the time of the last one in milliseconds."""
+    try:
+        found = json.loads(read_regular(file, bytes_max=1_024))
+        return max(0, int(found["count"])), int(found["at_ms"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0, 0

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -89,7 +89,8 @@ class Commands(Mapping[str, "Command"]):
             raise KeyError(name)
         plain = MODULES.get(name, name)
         module, function = ("control", f"{name}_worker") if name in CONTROLS else (plain, plain)
-        found = version if name == "version" else getattr(import_module(f"prime_node.cli.{module}"), function)
+        here = {"version": version, "completion": completion}.get(name)
+        found = here or getattr(import_module(f"prime_node.cli.{module}"), function)
         if not isinstance(found, typer.Typer):
             alone = _typer()
             alone.command(name)(found)
@@ -173,6 +174,21 @@ def overview(
 def version() -> None:
     """Print the version."""
     print(__version__)
+
+
+def completion(shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="Your shell.")]) -> None:
+    """Print a script for your shell that completes commands and options with Tab.
+
+    \b
+    bash: prime-node completion bash > ~/.local/share/bash-completion/completions/prime-node
+    zsh:  prime-node completion zsh > FOLDER/_prime-node, with FOLDER in $fpath
+    fish: prime-node completion fish > ~/.config/fish/completions/prime-node.fish
+    """
+    from typer._completion_shared import get_completion_script
+
+    from prime_node.cli.say import say
+
+    say(*get_completion_script(prog_name="prime-node", complete_var=COMPLETION, shell=shell).splitlines())
 
 
 def main() -> None:

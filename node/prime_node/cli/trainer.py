@@ -101,7 +101,7 @@ async def _train(
     place: Place, settings: TrainerConfig, grants: EnvironmentSettings, ranks: Ranks | None, stop: asyncio.Event
 ) -> int:
     from prime_node.cli import wire, wire_swarm, wire_training
-    from prime_node.cli.wire_traces import traced
+    from prime_node.cli.wire_rows import traced
     from prime_node.patience import unless
     from prime_node.trainer.loop import run_trainer
 

@@ -35,12 +35,11 @@ def validator(
     stop_with_parent: StopWithParent = False,
 ) -> None:
     """Judge rollouts by a forward pass of the claimed policy, and compute their rewards."""
-    from prime_node.cli.fault_pauses import counted_faults
     from prime_node.cli.kernels import ready_kernels
-    from prime_node.cli.lifetime import run_role
+    from prime_node.cli.lifetime import counted_faults, run_role
     from prime_node.cli.wire import clock, environment_launcher
+    from prime_node.cli.wire_rows import traced
     from prime_node.cli.wire_sandbox import absolute_model, confine_role, validator_needs
-    from prime_node.cli.wire_traces import traced
     from prime_node.envs.settings import EnvironmentSettings
     from prime_node.observe import setup_logging
     from prime_node.validator.config import ValidatorConfig
@@ -71,7 +70,7 @@ async def _validate(
     stop: asyncio.Event,
 ) -> int:
     from prime_node.cli import wire, wire_scorers, wire_swarm
-    from prime_node.cli.fault_pauses import pause_after_faults
+    from prime_node.cli.lifetime import pause_after_faults
     from prime_node.patience import unless
     from prime_node.validator.loop import run_validator
     from prime_node.validator.validator import Validator

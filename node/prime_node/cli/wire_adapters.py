@@ -45,7 +45,7 @@ def base_weights(adapters: AdapterSpec, here: str | None) -> Weights:
     from prime_node.adapters.models.pretrained_model import hub_weights
 
     name = here or adapters.base
-    weights = _pretrained(here) if here else hub_weights(adapters.base)
+    weights = _pretrained(here, follows_links=True) if here else hub_weights(adapters.base)
     found = _root(weights)
     if found != adapters.base_root:
         raise LocalError(
@@ -73,10 +73,10 @@ def merging_scorer(scorer: SamplingScorer, run: PinnedRun, here: str | None) -> 
     return MergingScorer(scorer, base_weights(run.spec.adapters, here), run.spec.adapters)
 
 
-def _pretrained(name: str) -> Weights:
+def _pretrained(name: str, *, follows_links: bool = False) -> Weights:
     from prime_node.adapters.models.pretrained_model import pretrained_weights
 
-    return pretrained_weights(name)
+    return pretrained_weights(name, follows_links=follows_links)
 
 
 def _root(weights: Weights) -> str:

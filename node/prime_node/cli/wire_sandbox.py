@@ -155,9 +155,10 @@ def _hands_on_keys(grants: EnvironmentSettings, launcher: Launcher | None) -> bo
 
 
 def _named(model: str | None, grants: EnvironmentSettings) -> tuple[Path, ...]:
-    """Return the paths in this machine's own settings: the base model if it is a folder, and datasets."""
+    """Return the paths in this machine's own settings: the base model if it is a folder, where its links lead, and datasets."""
+    base = () if model is None else (Path(model), *(one.resolve() for one in Path(model).glob("*.safetensors*")))
     data = tuple(folder for folder in (grants.data_folder, grants.code_folder) if folder is not None)
-    return (*(() if model is None else (Path(model),)), *data, *grants.readable)
+    return (*base, *data, *grants.readable)
 
 
 def level_here() -> SandboxLevel:

@@ -41,9 +41,12 @@ def pretrained_model_files(name_or_path: str) -> dict[str, bytes]:
         raise LocalError(f"model {name_or_path}: {error}") from None
 
 
-def pretrained_weights(name_or_path: str) -> Weights:
-    """Return all tensors of its safetensors files, bit for bit. Raises LocalError."""
-    return folder_weights(_folder(name_or_path, patterns=_WITH_WEIGHTS))
+def pretrained_weights(name_or_path: str, *, follows_links: bool = False) -> Weights:
+    """Return all tensors of its safetensors files, bit for bit. Raises LocalError.
+
+    `follows_links` as for read_weights.
+    """
+    return folder_weights(_folder(name_or_path, patterns=_WITH_WEIGHTS), follows_links=follows_links)
 
 
 def hub_weights(name: str) -> Weights:
@@ -55,12 +58,12 @@ def hub_weights(name: str) -> Weights:
     return folder_weights(_download(name, patterns=_WITH_WEIGHTS))
 
 
-def folder_weights(folder: Path) -> Weights:
+def folder_weights(folder: Path, *, follows_links: bool = False) -> Weights:
     """Return all tensors of a folder's safetensors files. They are memory-mapped, so nothing is read before it is used.
 
     Raises LocalError.
     """
-    weights = read_weights(folder)
+    weights = read_weights(folder, follows_links=follows_links)
     for name, tensor in weights.items():
         if tensor.dtype not in _TRAINABLE:
             raise LocalError(

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_node.inside import linked_inside, open_regular, read_regular
+from prime_node.inside import linked_anywhere, linked_inside, open_regular, read_regular
 from prime_protocol import limits
 from prime_protocol.codec import DTYPES
 from prime_protocol.envelope import load_json
@@ -88,10 +88,13 @@ def write_safetensors(path: Path, weights: Weights) -> str:
     return hasher.hexdigest()
 
 
-def read_weights(path: Path) -> dict[str, WeightTensor]:
-    """Return every tensor of a file, or of a model directory's files, as memory maps. Raises LocalError."""
+def read_weights(path: Path, *, follows_links: bool = False) -> dict[str, WeightTensor]:
+    """Return every tensor of a file, or of a model directory's files, as memory maps. Raises LocalError.
+
+    `follows_links`: links may leave the directory, for one that this user names and of which nothing is published.
+    """
     weights: dict[str, WeightTensor] = {}
-    for file in _files_of(path):
+    for file in _files_of(path, follows_links):
         try:
             found = _read_file(file)
         except (OSError, ValueError, RemoteError) as error:
@@ -104,7 +107,8 @@ def read_weights(path: Path) -> dict[str, WeightTensor]:
     return weights
 
 
-def _files_of(path: Path) -> list[Path]:
+def _files_of(path: Path, follows_links: bool) -> list[Path]:
+    find = linked_anywhere if follows_links else linked_inside
     if path.is_file():
         return [path.resolve()]
     if not path.is_dir():
@@ -113,9 +117,7 @@ def _files_of(path: Path) -> list[Path]:
     if os.path.lexists(index):
         try:
             names = set(
-                load_json(read_regular(linked_inside(path, INDEX_FILE), bytes_max=INDEX_BYTES_MAX))[
-                    "weight_map"
-                ].values()
+                load_json(read_regular(find(path, INDEX_FILE), bytes_max=INDEX_BYTES_MAX))["weight_map"].values()
             )
         except (OSError, RemoteError, KeyError, TypeError, AttributeError) as error:
             raise LocalError(f"{index} is not an index of safetensors files: {printable(str(error), 200)}") from None
@@ -127,7 +129,7 @@ def _files_of(path: Path) -> list[Path]:
             raise LocalError(f"{path} has no *.safetensors file")
     if len(names) > FILES_MAX:
         raise LocalError(f"{path}: a model of {len(names):,} files; the most is {FILES_MAX:,}")
-    return [linked_inside(path, name) for name in sorted(names)]
+    return [find(path, name) for name in sorted(names)]
 
 
 def _read_file(path: Path) -> dict[str, WeightTensor]:
