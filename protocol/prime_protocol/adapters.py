@@ -110,9 +110,10 @@ def _changed(
 ) -> WeightTensor:
     if weight.dtype not in FLOATS:
         raise AdapterMismatch(f"{name}: an adapted layer needs a weight of type {', '.join(FLOATS)}")
-    A, B = (_factor(name, factor, spec) for factor in (factor_a, factor_b))
-    found, wanted = (B.shape, A.shape), ((*weight.shape[:1], spec.rank), (spec.rank, *weight.shape[1:]))
+    found = (factor_b.shape, factor_a.shape)  # compared before their values take eight bytes each
+    wanted = ((*weight.shape[:1], spec.rank), (spec.rank, *weight.shape[1:]))
     if len(weight.shape) != 2 or found != wanted:
         raise AdapterMismatch(f"{name}: factors of shapes {found}; a weight of shape {weight.shape} needs {wanted}")
+    A, B = (_factor(name, factor, spec) for factor in (factor_a, factor_b))
     product = (B @ A).astype(np.float32)
     return rounded_to(floats(weight) + np.float32(spec.alpha / spec.rank) * product, weight.dtype)

@@ -136,3 +136,6 @@ def test_a_stop_token_counts_by_itself_where_it_is_chosen_and_where_it_is_passed
     assert skipped[neither].max() <= scores.margins(second)[neither].max()
     assert (skipped[neither] < scores.margins(second)[neither]).all(), "another token is a matter of its margin alone"
     assert scores.stop_margins(honest, ()).max() == 0
+    beyond = scores.stop_margins(honest, (3, 2**24, 2**31 - 1))  # before, an IndexError ended the validator
+    assert torch.equal(beyond, scores.stop_margins(honest, (3,)))
+    assert scores.stop_margins(honest, (2**24,)).max() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from fractions import Fraction
 
 import numpy as np
@@ -97,6 +98,19 @@ def test_floats_are_refused_where_integers_are_due() -> None:
         merged(base, adapters, SPEC.model_copy(update={"unit_log2": -11}))
 
 
+def test_a_factor_that_is_far_too_large_is_refused_before_it_takes_memory() -> None:
+    """Before, its values were made float64 first: eight times the bytes of the policy."""
+    base, adapters = world()
+    adapters[A] = WeightTensor("i16", (2, 2_000_000), np.zeros(4_000_000, np.uint16))
+    tracemalloc.start()
+    try:
+        with pytest.raises(AdapterMismatch, match="shapes"):
+            merged(base, adapters, SPEC.model_copy(update={"unit_log2": -11}))
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
 def test_factors_of_zero_change_nothing() -> None:
     base, adapters = world()
     adapters[B] = rounded_to(np.zeros((5, 2), np.float32), "bf16")
@@ -111,6 +125,9 @@ def test_factors_of_zero_change_nothing() -> None:
         (A.replace("layers.0", "layers.9"), tensor((2, 7), seed=2), "the base lacks it"),
         ("model.norm.weight", tensor((7,), seed=2), "not an adapter's name"),
         (A, tensor((3, 7), seed=2), "shapes"),
+        (A, tensor((2, 7, 1), seed=2), "shapes"),
+        (A, tensor((), seed=2), "shapes"),
+        (B, tensor((0, 2), seed=2), "shapes"),
         (B, tensor((7, 2), seed=2), "shapes"),
         (A, WeightTensor("i16", (2, 7), np.zeros(14, np.uint16)), "needs a tensor of type"),
     ],

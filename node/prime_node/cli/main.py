@@ -89,8 +89,8 @@ class Commands(Mapping[str, "Command"]):
             raise KeyError(name)
         plain = MODULES.get(name, name)
         module, function = ("control", f"{name}_worker") if name in CONTROLS else (plain, plain)
-        here = {"version": version, "completion": completion}.get(name)
-        found = here or getattr(import_module(f"prime_node.cli.{module}"), function)
+        found: Any = {"version": version, "completion": completion}.get(name)
+        found = found or getattr(import_module(f"prime_node.cli.{module}"), function)
         if not isinstance(found, typer.Typer):
             alone = _typer()
             alone.command(name)(found)

@@ -99,9 +99,10 @@ class TokenScores:
 
     def stop_margins(self, tokens_N: Tensor, stop_token_ids: Sequence[int]) -> Tensor:
         """Return a stop token's margin; for other tokens, by how much a stop token would have been the better choice."""
-        if not stop_token_ids:
+        sampled = [token for token in stop_token_ids if token < self.scaled_NV.shape[1]]  # a run may name any
+        if not sampled:
             return torch.zeros_like(self.scaled_NV[:, 0])
-        stops_S = torch.tensor(stop_token_ids, device=tokens_N.device)
+        stops_S = torch.tensor(sampled, device=tokens_N.device)
         better_NS = self.noisy_NV[:, stops_S] - _chosen(self.noisy_NV, tokens_N)[:, None]
         if self.slack_NV is not None:
             better_NS = torch.minimum(better_NS, self.slack_NV[:, stops_S])
