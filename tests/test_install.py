@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 from tests.source_tree import ROOT
 
-from prime_node.cli.installation import recorded_installation
+from prime_node.cli.missing_extra import recorded_installation
 from prime_node.cli.upgrade import upgrade
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey

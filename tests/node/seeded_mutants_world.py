@@ -19,7 +19,7 @@ from tests.node.seeded_parts_world import replaced
 from tests.node.seeded_world import has_gateways, simulate
 
 CLIENT, SERVER = "prime_node.adapters.link.link_client", "prime_node.adapters.link.link_server"
-RELAY, LIVE = "prime_node.coordinator.gateway.relay", "prime_node.coordinator.gateway.live_relay"
+RELAY, LIVE = "prime_node.coordinator.gateway.relay", "prime_node.coordinator.gateway.relay"
 GATE, INTAKE = "prime_node.coordinator.api.requests", "prime_node.coordinator.api.intake"
 
 

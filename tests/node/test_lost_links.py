@@ -16,7 +16,7 @@ from tests.time_world import VirtualClock, turns, until
 
 from prime_node.adapters.link.sealed_frames import FrameKind, LinkFrame
 from prime_node.coordinator.daemon import serve_coordinator
-from prime_node.coordinator.gateway.live_relay import LiveRelay
+from prime_node.coordinator.gateway.relay import LiveRelay
 from prime_node.ports.web import Request, Response
 from prime_node.ports.writer_link import ForwardedAnswer, ForwardedCall
 from prime_protocol.digest import digest_of

@@ -13,7 +13,7 @@ from tests.node.trainer_world import CONFIG, EchoEnvironment
 from tests.time_world import VirtualClock
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
-from prime_node.envs.prompts import prompt_of
+from prime_node.envs.source import prompt_of
 from prime_node.ports.train_samples import Group
 from prime_node.replay.checks import BatchChecks, check_batches, reward_faults
 from prime_node.replay.finding import ReplayOutcome, ReplayReport, Unfaithful

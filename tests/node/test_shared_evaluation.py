@@ -10,10 +10,10 @@ from tests.node.batch_coordinator import write_model
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
 from prime_node.adapters.models.lora import LoraSettings
+from prime_node.adapters.training.packed_attention import TreeLayout, expand_heads
 from prime_node.adapters.training.ranks import ALONE, Ranks
 from prime_node.adapters.training.sharding import PLAIN, Placement
 from prime_node.adapters.training.torch_backend import TorchBackend
-from prime_node.adapters.training.tree_attention import TreeLayout, expand_heads
 from prime_node.algo.losses import find_loss
 from prime_node.algo.packing import pack
 from prime_node.ports.engine import GenerateRequest

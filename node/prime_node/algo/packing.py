@@ -12,7 +12,7 @@ In depth-first order the descendants of token j are the tokens j + 1 .. subtree_
     token i sees token j  if and only if  j <= i < subtree_end[j]
 
 and every row sees the trunk. That one array is the whole attention mask. A batch that shares nothing gives the ordinary
-block-diagonal packing. Nothing here depends on a model; adapters/training/tree_attention.py computes with it.
+block-diagonal packing. Nothing here depends on a model; adapters/training/packed_attention.py computes with it.
 
 Without sharing: concatenated sequences, each seeing only itself (block-diagonal). Sharing saves work, but its masks grow with the
 square of a row. Without it nothing is square, so a sequence may be as long as memory allows.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import prime_node
-from prime_node.cli.installation import VERSIONS, recorded_installation
 from prime_protocol.errors import LocalError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
@@ -170,3 +170,24 @@ def _wheel_address() -> str | None:
         return None
     address = record.get("url", "")
     return address if address.endswith(".whl") else None
+
+
+VERSIONS = "versions"
+"""Folder of the environments, one for each version, next to the record."""
+
+
+def recorded_installation() -> tuple[Path, dict[str, Any]] | None:
+    """Return the folder of the installation and its record; None if another program made this environment.
+
+    The record names the key that releases are signed by, so only one that belongs to this user counts.
+    """
+    environment = Path(sys.prefix)
+    folder = environment.parent.parent
+    path = folder / "install.json"
+    try:
+        if environment.parent.name != VERSIONS or path.is_symlink() or path.stat().st_uid != os.geteuid():
+            return None
+        kept = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return (folder, kept) if isinstance(kept, dict) else None

@@ -22,8 +22,8 @@ def rendering(run: PinnedRun, model: Path, *, is_pinned: bool) -> Iterator[Rende
     from prime_node.cli import wire
     from prime_node.cli.options import Options
     from prime_node.cli.wire_environments import end_environments
-    from prime_node.envs.prompts import prompt_of
     from prime_node.envs.settings import EnvironmentSettings
+    from prime_node.envs.source import prompt_of
 
     if not is_pinned:
         raise LocalError("--prompts runs the environments that the run names: name the run by --run or its whole link")

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prime_node.cli.installation import recorded_installation
+from prime_node.cli.missing_extra import recorded_installation
 from prime_node.cli.place import given_link
 from prime_node.cli.say import say
 from prime_node.inside import read_inside

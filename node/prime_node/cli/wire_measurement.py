@@ -17,8 +17,8 @@ from prime_node.cli.options import Options
 from prime_node.cli.place import HOME
 from prime_node.cli.wire_classes import worker_kind
 from prime_node.coordinator.new_run import PretrainedModel, RunConfig, TinyModel
-from prime_node.envs.prompts import is_leasable, prompt_of
 from prime_node.envs.settings import EnvironmentSettings
+from prime_node.envs.source import is_leasable, prompt_of
 from prime_node.trainer.config import TrainerConfig
 from prime_node.validator.calibrating import LeaseSeries
 from prime_node.validator.config import ValidatorConfig

@@ -23,7 +23,7 @@ from secrets import token_hex
 from blake3 import blake3
 
 from prime_node.coordinator.state.records import LeaseRecord
-from prime_node.envs.prompts import is_leasable, prompt_of
+from prime_node.envs.source import is_leasable, prompt_of
 from prime_node.ports.environment import Environment, Tokenizer
 from prime_protocol.assigned import Assigned, SeedRule, assigned_in, digest_of_prompts
 from prime_protocol.assignment import HELD_OUT_START, GroupAssignment, Lease, Problem

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from prime_node.ports.environment import Environment, Tokenizer
+from prime_protocol.limits import Limits
+
 
 @dataclass(frozen=True, slots=True)
 class SourceProblem:
@@ -44,3 +47,16 @@ def parts_of(source: ProblemSource, problem: SourceProblem, answer: str) -> Mapp
     if not isinstance(source, PartedSource):
         raise ValueError("only a reward function of the run's own that returns a dict names further rewards")
     return source.parts(problem, answer)
+
+
+def prompt_of(environment: Environment, index: int, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return a problem's prompt: its environment's text, in the template of the run's model. It is never cut.
+
+    Raises whatever the environment or the tokenizer raises.
+    """
+    return tuple(tokenizer.encode_prompt(environment.prompt(index)))
+
+
+def is_leasable(prompt_token_ids: tuple[int, ...], limits: Limits) -> bool:
+    """Return whether a prompt has a length that the run leases. The coordinator draws another problem if it has not."""
+    return 1 <= len(prompt_token_ids) <= limits.prompt_tokens_max

@@ -16,7 +16,7 @@ from prime_node.broadcast.audit.audit import Verified, audit
 from prime_node.broadcast.audit.ledger_audit import audit_ledger
 from prime_node.broadcast.audit.verified_parts import CheckFailed, feed_parts
 from prime_node.envs.episodes import WrongContext, bounds_of, scored
-from prime_node.envs.prompts import prompt_of
+from prime_node.envs.source import prompt_of
 from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
 from prime_node.ports.train_samples import Group
 from prime_node.ports.transport import LedgerSource

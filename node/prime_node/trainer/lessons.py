@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from prime_node.envs.prompts import prompt_of
+from prime_node.envs.source import prompt_of
 from prime_node.ports.environment import Environment, Tokenizer, TurnEnvironment
 from prime_node.ports.train_samples import Group, TrainingMode, TrainSample
 from prime_node.trainer.evaluate import HeldOutPrompt, TrainingProblem, TurnTrainingProblem

@@ -2,7 +2,7 @@
 
 The order: framing and signature, body, assignment, a forward pass of exactly the lease's policy, logprobs and seeds,
 prompts, rendered here, rewards, computed here from the tokens, copies within the bundle. The first failing check decides.
-prime_protocol/verify.py numbers the checks of the content. Prompts are rendered by the rule of the coordinator (envs/prompts.py).
+prime_protocol/verify.py numbers the checks of the content. Prompts are rendered by the rule of the coordinator (envs/source.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_node.envs.episodes import CutShort, WrongContext
-from prime_node.envs.prompts import is_leasable, prompt_of
+from prime_node.envs.source import is_leasable, prompt_of
 from prime_node.ports.engine import Scorer, ScoreRequest, require_finite
 from prime_node.ports.environment import Environment, EnvironmentGone, EnvironmentSilent, Tokenizer, graded_together
 from prime_node.training_data.staleness import versions_of

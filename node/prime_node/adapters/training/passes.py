@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from prime_node.adapters.training.packed_attention import Layout, SequenceLayout
+from prime_node.adapters.training.packed_attention import Layout, SequenceLayout, TreeLayout
 from prime_node.adapters.training.ranks import Ranks
 from prime_node.adapters.training.sharding import DTYPES, Placement, units
-from prime_node.adapters.training.tree_attention import TreeLayout
 from prime_node.algo.packing import PackedSequences, pack_sequences
 from prime_node.algo.shares import Packed, Pass, RankShare
 from prime_node.ports.train_samples import TrainSample
