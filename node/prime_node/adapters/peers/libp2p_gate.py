@@ -11,14 +11,13 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from ipaddress import IPv4Address, IPv4Interface, IPv4Network
 from typing import Any
 
-import ifaddr
 from libp2p.abc import IHost
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
+from prime_node.adapters.peers.own_addresses import own_addresses
 from prime_protocol import limits
 from prime_protocol.addresses import GLOBAL, Endpoint, endpoint_of, place_of
 
@@ -105,18 +104,3 @@ class ConnectionGater:
 
     def _is_open(self, end: Endpoint) -> bool:
         return (end.host, end.port) in self._open or (end.host, ANY_PORT) in self._open
-
-
-def own_addresses() -> list[str]:
-    """Return the IPv4 addresses except loopback (127.x). Example: ["192.168.1.7"]."""
-    return [str(one.ip) for one in _interfaces()]
-
-
-def is_next_to_us(host: str) -> bool:
-    """Return whether an IPv4 address is in a network that this machine has an adapter in, other than loopback."""
-    return any(IPv4Address(host) in one.network for one in _interfaces() if one.network != IPv4Network("0.0.0.0/0"))
-
-
-def _interfaces() -> list[IPv4Interface]:
-    found = [IPv4Interface(f"{ip.ip}/{ip.network_prefix}") for a in ifaddr.get_adapters() for ip in a.ips if ip.is_IPv4]
-    return [one for one in found if not one.ip.is_loopback]

@@ -17,7 +17,7 @@ from zeroconf import InterfaceChoice, IPVersion, RecordUpdate, RecordUpdateListe
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
 from prime_node.adapters.peers import faults
-from prime_node.adapters.peers.libp2p_gate import is_next_to_us, own_addresses
+from prime_node.adapters.peers.own_addresses import is_next_to_us, own_addresses
 from prime_node.patience import cancel_all
 from prime_node.ports.peer_network import PeerAddress
 from prime_protocol import limits
