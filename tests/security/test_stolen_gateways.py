@@ -15,11 +15,12 @@ from tests.node.gateway_world import LISTENS, hearing
 from tests.node.link_world import BODY_BYTES_MAX, RawGateway, answering, linked, no_answer, raw_gateway
 from tests.node.newcomers_world import request
 
-from prime_node.adapters.link import link_server
+from prime_node.adapters.link import link_server, sealed_frames
 from prime_node.adapters.link.link_server import LOG_S
 from prime_node.adapters.link.sealed_frames import CODE_BYTES, HEAD_BYTES_MAX, FrameKind, LinkFrame
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
 from prime_node.coordinator.api.forwarded import BEATS_MAX, heartbeats_to_bytes
+from prime_node.ports.web import Response
 from prime_node.ports.writer_link import ADMIT, BEATS, SHED, ForwardedAnswer, ForwardedCall, HeldParcel
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.parcel import open_parcel
@@ -195,6 +196,30 @@ async def test_a_packet_that_is_longer_than_any_body_of_the_run_ends_the_link_be
         whole = gateway.sealer.seal(call(1, BODY_BYTES_MAX + HEAD_BYTES_MAX))
         gateway.send(whole[: 4 + 8 + CODE_BYTES])
         assert await ended(gateway)
+
+
+async def test_a_long_packet_of_many_calls_ends_the_link_before_any_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, the writer took all calls of a packet in one turn: 64 MB of short ones kept everyone waiting for a minute."""
+    answered = list[ForwardedCall]()
+
+    def answer(call: ForwardedCall) -> ForwardedAnswer:
+        answered.append(call)
+        return ForwardedAnswer(Response(status=204))
+
+    calls = [call(number, 1_000) for number in range(2_000)]
+    async with answering(answer) as port, raw_gateway(port) as gateway:
+        gateway.send(gateway.sealer.seal(*calls[:1_000]))
+        async for frame in gateway.frames():
+            if frame.kind is FrameKind.ANSWER and frame.call == 999:
+                break
+        monkeypatch.setattr(sealed_frames, "TOGETHER_BYTES_MAX", 2**30)
+        together = gateway.sealer.seal(*calls[1_000:], *calls[1_000:])
+        monkeypatch.undo()
+        gateway.send(together)
+        assert await ended(gateway)
+    assert len(answered) == 1_000
 
 
 async def test_the_calls_of_one_address_are_bounded_in_number_and_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ PACKET_BYTES_MAX = 2**31 + 2**24
 LARGE_BYTES = 2**16
 """Length from which a body is sent by itself."""
 TOGETHER_BYTES_MAX = 2**20
-"""Length of a packet of smaller frames."""
+"""Longest packet of several frames. All of them are taken in one turn of the loop."""
 HEAD_BYTES_MAX = 2**17
 """Length of a frame's head: that of a request's header, and its characters may be escaped."""
 _FRAME = struct.Struct(">BQII")
@@ -166,6 +166,8 @@ class FrameOpener:
             at = body_at + body_bytes
             if (known := _KINDS.get(kind)) is None or len(packet) < at or head_bytes > HEAD_BYTES_MAX:
                 raise BrokenLink(f"a frame of a kind, {kind}, that this release does not know, too long, or cut off")
+            if len(packet) > max(at, CODE_BYTES + TOGETHER_BYTES_MAX):
+                raise BrokenLink("a long packet of several frames")
             head = _head(packet[body_at - head_bytes : body_at])
             yield LinkFrame(known, call, head, packet[body_at:at], head_bytes)
 
