@@ -97,6 +97,7 @@ def test_the_longest_link_comes_whole_from_standard_input_or_a_file(
         monkeypatch.setattr(sys, "stdin", file)
         assert parse_link(given_link("-")) == parse_link(link)
     assert given_link(link) == link
+    assert given_link("") == ""
     assert parse_link(given_link(str(tmp_path / "link"))) == parse_link(link)
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(LocalError, match="a join link looks like"):

@@ -74,7 +74,7 @@ def given_link(text: str) -> str:
     """
     if text == "-":
         return sys.stdin.readline(LINK_CHARS_MAX) if sys.stdin else ""  # None if it is closed
-    if not is_url(text) and (file := Path(text).expanduser()).exists():
+    if text and not is_url(text) and (file := Path(text).expanduser()).exists():
         with disk_faults(file):
             return read_regular(file, bytes_max=LINK_CHARS_MAX).decode("utf-8", "replace").partition("\n")[0]
     if is_url(text) and "." in text.partition("#")[2]:
