@@ -175,6 +175,7 @@ def compile_packages(jobs: int = 0) -> None:
     """
     folders = map(str, VENV.glob("lib/python*/site-packages"))
     command = [str(VENV_PYTHON), "-m", "compileall", "-q", "-j", str(jobs), *folders]
+    LOG.parent.mkdir(exist_ok=True)
     with LOG.open("a") as log:
         log.write(f"\n$ {' '.join(command)}\n")
         log.flush()
