@@ -239,9 +239,7 @@ def make_environment(folder: Path, source: str, release: dict[str, Any], roles: 
         raise Stop(f"{source}: release.json names no wheel")
     locks = sorted({lock for role in roles for lock in LOCKS[role]})
     entries = joined([checked(source, release, f"{name}.txt").decode() for name in locks])
-    print(
-        f"installing {len(entries)} packages for {', '.join(roles)}; this takes minutes, and prints no more", flush=True
-    )
+    print(f"installing {len(entries)} packages for {', '.join(roles)}: a minute, or ten on a busy machine", flush=True)
     install, steps = pip_of(folder)
     try:
         with tempfile.TemporaryDirectory() as name:
@@ -252,6 +250,7 @@ def make_environment(folder: Path, source: str, release: dict[str, Any], roles: 
             entries = add_torch_for_cpus(install, entries, release["version"])
             (place / "lock.txt").write_text("\n".join([*entries, ""]))
             if entries:
+                print(f"{len(entries)} packages with their digests", flush=True)
                 _run_step([*install, "--require-hashes", "-r", str(place / "lock.txt")], release["version"])
             _run_step([*install, str(place / wheel)], release["version"])
     except Stop:

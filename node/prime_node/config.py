@@ -145,8 +145,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_regular(path.resolve(), bytes_max=CONFIG_BYTES_MAX).decode("utf-8"))
     except FileNotFoundError:
-        examples = next((folder for folder in SHIPPED_FOLDERS if folder.is_dir()), "configs/ of the project")
-        raise LocalError(f"config {path}: no such file; {examples} holds examples") from None
+        folder = next((folder for folder in SHIPPED_FOLDERS if folder.is_dir()), Path("configs"))
+        shipped = folder / path.name
+        known = f"this installation has {shipped}" if shipped.is_file() else f"{folder} holds examples"
+        raise LocalError(f"config {path}: no such file; {known}") from None
     except OSError as error:
         raise LocalError(f"config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -313,9 +313,10 @@ def _seconds_left(validator: Validator, task: CheckTask) -> float:
 async def _answer(validator: Validator, task: CheckTask, judgement: Judgement) -> None:
     validator.verdicts[judgement.verdict.reason or "accepted"] += 1
     if not judgement.verdict.accepted:
-        verdict = judgement.verdict
+        verdict, named = judgement.verdict, f"{task.bundle[:12]} of {task.lease.worker}"
+        measured = ", ".join(f"{name} {value:.3g}" for name, value in judgement.measured.items())
         log.info(
-            "bundle %s of %s rejected: %s: %s", task.bundle[:12], task.lease.worker, verdict.reason, verdict.detail
+            "bundle %s rejected: %s: %s; %s", named, verdict.reason, verdict.detail, measured or "nothing measured"
         )
     _say(validator)
     logprobs = None
