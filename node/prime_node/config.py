@@ -146,8 +146,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_regular(path.resolve(), bytes_max=CONFIG_BYTES_MAX).decode("utf-8"))
     except FileNotFoundError:
         folder = next((folder for folder in SHIPPED_FOLDERS if folder.is_dir()), Path("configs"))
-        shipped = folder / path.name
-        known = f"this installation has {shipped}" if shipped.is_file() else f"{folder} holds examples"
+        shipped = {each.name: each for each in folder.glob("*.toml")}.get(path.name)
+        known = f"{folder} holds examples" if shipped is None else f"this installation has {shipped}"
         raise LocalError(f"config {path}: no such file; {known}") from None
     except OSError as error:
         raise LocalError(f"config {path}: {error.strerror}") from None
