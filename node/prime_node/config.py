@@ -145,10 +145,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(read_regular(path.resolve(), bytes_max=CONFIG_BYTES_MAX).decode("utf-8"))
     except FileNotFoundError:
-        folder = next((folder for folder in SHIPPED_FOLDERS if folder.is_dir()), Path("configs"))
-        shipped = {each.name: each for each in folder.glob("*.toml")}.get(path.name)
-        known = f"{folder} holds examples" if shipped is None else f"this installation has {shipped}"
-        raise LocalError(f"config {path}: no such file; {known}") from None
+        examples = next((folder for folder in SHIPPED_FOLDERS if folder.is_dir()), "configs/ of the project")
+        raise LocalError(f"config {path}: no such file; {examples} holds examples") from None
     except OSError as error:
         raise LocalError(f"config {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

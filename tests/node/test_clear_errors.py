@@ -10,7 +10,6 @@ from threading import Thread
 
 import pytest
 from tests.node.coordinator_world import make_run
-from tests.source_tree import ROOT
 from typer.testing import CliRunner
 
 from prime_node.adapters.storage.sqlite_store import open_sqlite
@@ -119,7 +118,6 @@ def test_a_setting_of_a_signed_run_is_refused_by_each_role(run_dir: RunDir) -> N
 
 def test_a_missing_config_of_an_existing_run_is_named(run_dir: RunDir, tmp_path: Path) -> None:
     assert "missing.toml: no such file" in error_of("up", str(run_dir.path), "-c", str(tmp_path / "missing.toml"))
-    assert f"this installation has {ROOT}/configs/demo.toml" in error_of("up", "-c", str(tmp_path / "demo.toml"))
 
 
 def test_a_trainer_without_a_gpu_says_so_before_it_asks_for_the_run() -> None:
