@@ -12,6 +12,7 @@ from tests.time_world import until
 
 from prime_lab.postgres_server import PostgresServer
 from prime_node.coordinator.api import limiter
+from prime_node.ports.web import Sender
 from prime_protocol.requests import ReceiptsRequest
 
 STRANGERS = 12
@@ -38,3 +39,17 @@ async def test_reads_of_strangers_hold_up_no_member_and_are_refused_in_time(
         await other.close()
         found = [(status, headers.get("Retry-After")) for status, _, headers in await asyncio.gather(*reading)]
         assert sorted(found, key=str) == [(200, None), *[(503, "1")] * (STRANGERS - 1)]
+
+
+async def test_a_member_with_many_reads_delays_another_by_one_of_them() -> None:
+    """Before, all reads of members had one queue: a burst of one member's kept every other member out."""
+    reads, order = limiter.StoreReads(), list[str]()
+
+    async def read(key: str) -> None:
+        async with reads.place(Sender(key, is_role=False)):
+            order.append(key)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(read(key) for key in ["many"] * 50 + ["few"]))
+    assert order.index("few") <= 1
+    assert order.count("many") == 50

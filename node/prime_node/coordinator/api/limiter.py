@@ -15,6 +15,7 @@ import contextlib
 import ipaddress
 from collections.abc import AsyncIterator
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 from prime_node.ports.web import Sender
 from prime_protocol.addresses import parse_ip
@@ -88,21 +89,24 @@ class Limiter:
 
 
 class StoreReads:
-    """Places to read the store: one for strangers, one for members. A store has one more, for the coordinator itself."""
+    """Places to read the store: one for strangers, one for members. A store has one more, for the coordinator itself.
+
+    Members take turns: one member's further reads wait for its first, and hold up no other's.
+    """
 
     def __init__(self) -> None:
         self._places = {is_member: asyncio.Semaphore() for is_member in (False, True)}
+        self._of_each = WeakValueDictionary[str, asyncio.Semaphore]()
 
     @contextlib.asynccontextmanager
     async def place(self, sender: Sender | None) -> AsyncIterator[None]:
         """Hold a place of this sender's kind; None is a stranger. Raise RemoteError(UNAVAILABLE) if none is free in time."""
-        places = self._places[sender is not None]
-        try:
-            async with asyncio.timeout(PLACE_S_MAX):
-                await places.acquire()
-        except TimeoutError:
-            raise RemoteError(ErrorCode.UNAVAILABLE, "too many read here now", retry_after_s=PLACE_S_MAX) from None
-        try:
+        own = self._of_each.setdefault("" if sender is None else sender.key, asyncio.Semaphore())
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(PLACE_S_MAX):
+                    await held.enter_async_context(own)
+                    await held.enter_async_context(self._places[sender is not None])
+            except TimeoutError:
+                raise RemoteError(ErrorCode.UNAVAILABLE, "too many read here now", retry_after_s=PLACE_S_MAX) from None
             yield
-        finally:
-            places.release()
