@@ -74,6 +74,13 @@ def test_a_typed_invitation_gets_a_warning_and_a_setting_of_it_is_refused(caplog
     assert INVITE not in str(raised.value)
 
 
+@pytest.mark.parametrize("text", ["", "~no-such-user/link", f"my.host:8400/#{'0' * 64}.{'A' * 300}"])
+def test_what_can_be_no_name_of_a_file_is_no_link_either(text: str) -> None:
+    """Before, a home of no user and a name that is too long ended in a traceback."""
+    with pytest.raises(LocalError, match="a join link looks like"):
+        parse_link(given_link(text))
+
+
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a binary file"])
 def test_what_is_no_file_of_a_link_is_an_error_of_one_line(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "link"

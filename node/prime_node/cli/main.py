@@ -193,6 +193,7 @@ def completion(shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(h
 
 def main() -> None:
     """Run the command line. Print expected errors as one line; anything else is a bug and keeps its traceback."""
+    no_final = os.environ.pop(FINAL_AS_0, None) is not None  # ranks of a trainer keep their codes: torchrun reads them
     if sys.argv[1:2] and sys.argv[1] in CONFINED:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Freeze all objects at exit: the interpreter's last collection would scan all that torch and transformers made, for
@@ -210,7 +211,7 @@ def main() -> None:
 
             sys.exit(tell(error, next(iter(sys.argv[1:]), "")))
     except SystemExit as ended:
-        if FINAL_AS_0 in os.environ:
+        if no_final:
             from prime_node.cli.lifetime import FINAL_CODES
 
             sys.exit(0 if ended.code in FINAL_CODES else ended.code)

@@ -74,7 +74,7 @@ def given_link(text: str) -> str:
     """
     if text == "-":
         return sys.stdin.readline(LINK_CHARS_MAX) if sys.stdin else ""  # None if it is closed
-    if text and not is_url(text) and (file := Path(text).expanduser()).exists():
+    if (file := _named_file(text)) is not None:
         with disk_faults(file):
             return read_regular(file, bytes_max=LINK_CHARS_MAX).decode("utf-8", "replace").partition("\n")[0]
     if is_url(text) and "." in text.partition("#")[2]:
@@ -82,6 +82,15 @@ def given_link(text: str) -> str:
             "other users of this machine see the invitation in this argument; `-` or a file in its place hides it"
         )
     return text
+
+
+def _named_file(text: str) -> Path | None:
+    """Return the file or folder that an argument names; None if there is none."""
+    try:
+        file = Path(text).expanduser()
+        return file if text and not is_url(text) and file.exists() else None
+    except (OSError, RuntimeError):  # too long for a name, or the home of no user
+        return None
 
 
 def parse_link(text: str) -> JoinLink:
