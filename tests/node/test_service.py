@@ -15,7 +15,7 @@ from tests.cases_world import check_each
 from tests.node.operator_world import make_run_folder
 from typer.testing import CliRunner
 
-from prime_node.cli.main import app
+from prime_node.cli.main import FINAL_AS_0, app
 from prime_node.cli.outcome import MAY_PASS
 from prime_node.cli.place import given_link, parse_link
 from prime_node.cli.service_manager import Launchd, Systemd
@@ -252,6 +252,17 @@ def test_launchd_is_asked_to_restart_nothing_that_ended_for_a_reason(tmp_path: P
     for more, code in (({}, 3), (variables, 0)):
         ran = subprocess.run(join, capture_output=True, text=True, env={**os.environ, **more}, timeout=120)
         assert (ran.returncode, "a join link looks like" in ran.stderr) == (code, True), ran.stderr
+
+
+def test_what_a_role_starts_keeps_its_exit_codes() -> None:
+    """Before, a rank of a trainer under launchd ended with 0 for a final code, and torchrun took it for finished."""
+    program = (
+        "import os, sys; from prime_node.cli.main import FINAL_AS_0, main; sys.argv[1:] = ['version']\n"
+        "try: main()\nfinally: print(FINAL_AS_0 in os.environ)"
+    )
+    environment = {**os.environ, FINAL_AS_0: "1"}
+    ran = subprocess.run((sys.executable, "-c", program), capture_output=True, text=True, env=environment, timeout=120)
+    assert ran.stdout.split()[-1:] == ["False"], ran.stderr
 
 
 def test_a_role_whose_database_does_not_answer_is_started_again(tmp_path: Path) -> None:
