@@ -117,6 +117,29 @@ async def test_a_stream_whose_reader_leaves_before_it_begins_is_ended() -> None:
             await ended.wait()
 
 
+async def test_a_stream_whose_gateway_leaves_before_it_begins_is_ended() -> None:
+    """Before, it waited without end for room that only that gateway could make."""
+    begun, may_answer, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b"piece"
+
+    async def answer(call: ForwardedCall) -> ForwardedAnswer:
+        begun.set()
+        await may_answer.wait()
+        return ForwardedAnswer(Response(pieces(), after=ended.set))
+
+    async with answering(answer) as port:
+        async with raw_gateway(port) as gateway:
+            gateway.send(gateway.sealer.seal(LinkFrame(FrameKind.CALL, 1, {"path": "/x"})))
+            await begun.wait()
+        async with raw_gateway(port) as gateway:
+            assert (await anext(gateway.frames())).kind is FrameKind.ALIVE
+        may_answer.set()
+        await asyncio.wait_for(ended.wait(), 10.0)
+
+
 async def test_a_parcel_whose_sender_has_left_is_not_waited_for() -> None:
     asked, go_on, failed = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop().create_future()
 

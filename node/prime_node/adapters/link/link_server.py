@@ -360,6 +360,8 @@ class _Link(asyncio.Protocol):
         room = self._room[number] = asyncio.Semaphore(PIECES_AHEAD)
         self._send(LinkFrame(FrameKind.ANSWER, number, {**head, "streams": True}))
         try:
+            if self._transport is None:  # the gateway left before, and will never make room
+                return
             async for piece in pieces:
                 await room.acquire()
                 await self._send_in_turn(LinkFrame(FrameKind.PIECE, number, body=piece))
