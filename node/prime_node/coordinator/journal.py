@@ -136,8 +136,8 @@ class Journal:
         last = 0
         for one in pending:
             if one.bundle not in self._signed:
-                self._signed[one.bundle] = self._num_begun + 1
                 self._note(Settled(one.bundle, one.lease, one.num_rollouts, 0, BundleStatus.PENDING))
+                self._signed[one.bundle] = self._num_begun + 1
             last = max(last, self._signed[one.bundle])
         if last > self._num_ended:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
