@@ -91,7 +91,7 @@ class Limiter:
 class StoreReads:
     """Places to read the store: one for strangers, one for members. A store has one more, for the coordinator itself.
 
-    Members take turns: one member's further reads wait for its first, and hold up no other's.
+    Members take turns: one member's further reads wait for its first and delay no other's.
     """
 
     def __init__(self) -> None:
