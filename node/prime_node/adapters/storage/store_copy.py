@@ -30,7 +30,7 @@ from prime_protocol.errors import LocalError
 from prime_protocol.visible import printable
 
 PAGE_ROWS = 2_000
-"""Rows that are copied at once, unless they have more than PAGE_CHARS_MAX characters together."""
+"""Rows that are copied at once, unless they have more than PAGE_CHARS_MAX characters together, or are the archive's."""
 
 SHORT_CHARS_MAX = 64
 """Characters of a column, except for the one before the digest, which holds the content."""
@@ -136,5 +136,7 @@ async def _digest_of_table(database: Database, table: str) -> str:
 
 async def _page_of(database: Database, table: str, after: int, limit: int) -> list[tuple[Any, ...]]:
     key, *_, content, _ = TABLES[table]
+    if table == "journal":  # a segment may have many megabytes, and the query reads all rows up to its limit
+        limit = 1
     query = page_query(table, content, f"{key} > $3")
     return [tuple(row) for row in await database.fetch(query, PAGE_CHARS_MAX, limit, after)]
