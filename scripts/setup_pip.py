@@ -39,12 +39,11 @@ LEFT_OUT = {
 }
 # What uv calls a setting of pip's: an option for each value, or a variable. The others here change nothing that is installed.
 UV_OPTIONS = {
-    "index-url": "--default-index",
-    "extra-index-url": "--index",
     "find-links": "--find-links",
     "trusted-host": "--allow-insecure-host",
 }
-UV_VARIABLES = {
+UV_INDEXES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX"}  # their passwords belong in no argument
+UV_VARIABLES = UV_INDEXES | {
     "cert": "SSL_CERT_FILE",
     "proxy": "ALL_PROXY",
     "timeout": "UV_HTTP_TIMEOUT",
@@ -165,7 +164,8 @@ def uv_settings() -> tuple[list[str], dict[str, str]] | None:
     options += [
         part for name, how in UV_OPTIONS.items() for each in settings.get(name, "").split() for part in (how, each)
     ]
-    return options, {how: settings[name] for name, how in UV_VARIABLES.items() if name in settings}
+    settings |= {name: " ".join(settings[name].split()) for name in UV_INDEXES.keys() & settings}
+    return options, {how: settings[name] for name, how in UV_VARIABLES.items() if settings.get(name)}
 
 
 def compile_packages(jobs: int = 0) -> None:

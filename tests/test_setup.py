@@ -51,10 +51,9 @@ def test_uv_gets_the_settings_of_pip_unless_it_lacks_one(tree: Path, monkeypatch
     monkeypatch.setenv("PIP_CERT", "/etc/own.pem")
     monkeypatch.setenv("PIP_TRUSTED_HOST", "one two")
     options, variables = ast.literal_eval(run(tree, "-c", asked).stdout)
-    assert options[2:] == [
-        *("--default-index", "http://127.0.0.1:9/simple"),
-        *("--allow-insecure-host", "one", "--allow-insecure-host", "two"),
-    ]
+    assert options[2:] == ["--allow-insecure-host", "one", "--allow-insecure-host", "two"]
+    # An argument is seen by other users, and in the log; before, the passwords of indexes were.
+    assert variables["UV_DEFAULT_INDEX"] == "http://127.0.0.1:9/simple"
     assert variables["SSL_CERT_FILE"] == "/etc/own.pem"
     monkeypatch.setenv("PIP_ONLY_BINARY", ":all:")
     assert run(tree, "-c", asked).stdout == "None\n"
