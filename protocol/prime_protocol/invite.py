@@ -34,6 +34,11 @@ class Invite(WireModel):
     """Time until which new keys may join."""
 
 
+def invited_run(text: str) -> str:
+    """Return the digest of the run that an invitation names. Its signature is not checked. Raises RemoteError."""
+    return parse_json(open_base64(text, "an invitation").payload, Invite).run
+
+
 def open_invite(text: str, run: PinnedRun, *, now_ms: int) -> Invite:
     """Verify an invitation and parse it. Raises RemoteError.
 

@@ -56,6 +56,16 @@ async def test_a_fault_that_is_long_ago_is_forgotten_and_one_in_the_future_delay
     assert clock.slept_s == [240, 60]
 
 
+async def test_a_fault_after_hours_of_work_counts_as_the_first(tmp_path: Path) -> None:
+    """Before, faults that were five hours apart ended at pauses of an hour."""
+    clock = CountedClock()
+    for _ in range(4):
+        fail(tmp_path, clock, EngineFault("wrong"))
+        await pause_after_faults(tmp_path, clock)
+        clock.seconds += 5 * 3_600.0
+    assert clock.slept_s == [60] * 4
+
+
 async def test_other_faults_and_a_damaged_file_delay_nothing(tmp_path: Path) -> None:
     clock = CountedClock()
     fail(tmp_path, clock, LocalError("a setting"))

@@ -12,9 +12,13 @@ import pytest
 
 from prime_node.cli.doctor import trial_command
 from prime_node.cli.options import Options
-from prime_node.cli.place import given_link, parse_link
+from prime_node.cli.place import given_link, invite_for, parse_link
 from prime_protocol import limits
+from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.invite import Invite
+from prime_protocol.run_spec import JoinLink
 
 INVITE = "A" * 40
 
@@ -109,3 +113,17 @@ def test_the_longest_link_comes_whole_from_standard_input_or_a_file(
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(LocalError, match="a join link looks like"):
         parse_link(given_link("-"))
+
+
+def test_an_invitation_of_the_settings_is_sent_to_its_own_run_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Before, a service that was installed for another run sent the new coordinator the invitation of the former run."""
+    invite = Invite(run="a" * 64, invite="b" * 32, keys_max=1, expires_at_ms=1)
+    setting = seal(invite, PayloadType.INVITE, SigningKey(bytes(32))).to_base64()
+    own, other = (JoinLink("http://192.0.2.1:8400", digit * 64) for digit in "ac")
+    assert (invite_for(own, setting), invite_for(own, "")) == (setting, "")
+    assert caplog.messages == []
+    assert invite_for(other, setting) == ""
+    assert caplog.messages == ["worker.invite is for run aaaaaaaaaaaa: it is not sent to run cccccccccccc"]
+    assert invite_for(JoinLink(other.url, other.run, INVITE), setting) == INVITE
+    with pytest.raises(LocalError, match=r"worker\.invite is damaged"):
+        invite_for(own, setting[:-9])

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_node.cli.options import SECTIONS
-from prime_node.cli.place import HOME, is_url, named_in, parse_link
+from prime_node.cli.place import HOME, invite_for, is_url, named_in, parse_link
 from prime_node.cli.target import expected_run, open_source, published_folder
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def confined_worker(
 
     parsed = parse_link(link)
     engine_info(settings)  # fail before anything is made if no engine is installed
-    own = {"base_model": absolute_model(settings.base_model), "invite": parsed.invite or settings.invite}
+    own = {"base_model": absolute_model(settings.base_model), "invite": invite_for(parsed, settings.invite)}
     settings = settings.model_copy(update=own)
     place = (folder or HOME / "runs" / parsed.run[:16]).resolve()
     key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")

@@ -49,8 +49,8 @@ SETTLED_S = 60.0
 FAULTS = "engine-faults.json"
 """File of the role's folder with the number of faults in a row and the time of the last one."""
 PAUSE_S_MIN, PAUSE_S_MAX = 60.0, 3_600.0
-FORGOTTEN_S = 6 * 3_600.0
-"""Time after a fault from which the next one counts as the first."""
+RECOVERED_S = 3_600.0
+"""Time after the pause for a fault from which the next fault counts as the first: the engine worked in between."""
 
 
 def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_parent: bool, grace_s: float) -> int:
@@ -164,7 +164,7 @@ async def pause_after_faults(folder: Path, clock: Clock) -> None:
     """Wait for as long as the faults in a row require, unless this is a terminal."""
     count, at_ms = _faults(folder / FAULTS)
     ago_s = max(0.0, (clock.now_ms() - at_ms) / 1_000)
-    left_s = min(PAUSE_S_MIN * 2 ** min(count - 1, 10), PAUSE_S_MAX) - ago_s if count else 0.0
+    left_s = _pause_s(count) - ago_s
     if left_s > 0 and not sys.stderr.isatty():
         log.error(
             "the engine of this machine has failed %d times in a row, last %.0f s ago: this role begins again in %.0f s. "
@@ -182,10 +182,15 @@ def counted_faults(folder: Path, clock: Clock) -> Iterator[None]:
     except Exception as error:
         if any(isinstance(cause, EngineFault) for cause in causes_of(error)):
             (count, at_ms), now_ms = _faults(folder / FAULTS), clock.now_ms()
-            again = {"count": count + 1 if now_ms - at_ms < FORGOTTEN_S * 1_000 else 1, "at_ms": now_ms}
+            is_first = now_ms - at_ms > (_pause_s(count) + RECOVERED_S) * 1_000
+            again = {"count": 1 if is_first else count + 1, "at_ms": now_ms}
             with contextlib.suppress(OSError):  # a full disk hides no fault of the engine
                 write_durably(folder / FAULTS, json.dumps(again).encode())
         raise
+
+
+def _pause_s(count: int) -> float:
+    return min(PAUSE_S_MIN * 2 ** min(count - 1, 10), PAUSE_S_MAX) if count else 0.0
 
 
 def _faults(file: Path) -> tuple[int, int]:

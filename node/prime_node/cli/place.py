@@ -16,8 +16,9 @@ from prime_node.files import disk_faults
 from prime_node.folder_lock import FolderLock
 from prime_node.inside import read_regular, refuse_links
 from prime_node.keyfile import load_key
-from prime_protocol.errors import LocalError
+from prime_protocol.errors import LocalError, RemoteError
 from prime_protocol.identity import SigningKey
+from prime_protocol.invite import invited_run
 from prime_protocol.run_spec import JoinLink, PinnedRun
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,23 @@ def parse_link(text: str) -> JoinLink:
         return JoinLink.parse(text)
     except ValueError as error:
         raise LocalError(str(error)) from None
+
+
+def invite_for(link: JoinLink, setting: str) -> str:
+    """Return the invitation to send to a run: the link's, or else the one of the setting worker.invite if it is for this run.
+
+    An invitation admits anyone who reads it, so no other run gets it. Raises LocalError if the setting is damaged.
+    """
+    if link.invite or not setting:
+        return link.invite
+    try:
+        run = invited_run(setting)
+    except RemoteError as error:
+        raise LocalError(f"worker.invite is damaged: {error}") from None
+    if run == link.run:
+        return setting
+    log.warning("worker.invite is for run %s: it is not sent to run %s", run[:12], link.run[:12])
+    return ""
 
 
 def coordinator_hosts(link: JoinLink, run: PinnedRun) -> tuple[str, ...]:
