@@ -153,7 +153,7 @@ async def test_a_client_leaves_a_gateway_that_is_cut_off_from_the_leader_or_from
         client.also_at([other])
         await stack.enter_async_context(client)
         await client.heartbeat(HEARTBEAT)
-        monkeypatch.setattr(link_client, "SILENT_S_MAX", 0.5)
+        monkeypatch.setattr(link_client, "SILENT_S_MAX", 2.0)
         line.fall_silent()
         await client.heartbeat(HEARTBEAT)
         assert client.url == other
