@@ -19,7 +19,10 @@ from prime_node.cli.api import OptionConflict, confined_worker
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.worker.config import WorkerConfig
 from prime_node.worker.worker import Ending
+from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
+from prime_protocol.identity import SigningKey
+from prime_protocol.invite import Invite
 
 VERIFY_EXAMPLE = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)[0]
 RUN = make_run()
@@ -132,9 +135,16 @@ async def test_a_wrong_link_or_setting_raises_before_anything_is_confined(
         await prime_node.join(link, folder=tmp_path, settings=settings)
 
 
-@pytest.mark.parametrize(("link", "invite"), [(f"{LINK}.from-link==", "from-link=="), (LINK, "from-settings")])
+OWN = seal(
+    Invite(run=LINK.partition("#")[2], invite="b" * 32, keys_max=1, expires_at_ms=1),
+    PayloadType.INVITE,
+    SigningKey(bytes(32)),
+).to_base64()
+
+
+@pytest.mark.parametrize(("link", "invite"), [(f"{LINK}.from-link==", "from-link=="), (LINK, OWN)])
 def test_an_invitation_in_the_link_replaces_that_of_the_settings(tmp_path: Path, link: str, invite: str) -> None:
-    settings = WorkerConfig.load({"worker": {**FREE["worker"], "invite": "from-settings"}})
+    settings = WorkerConfig.load({"worker": {**FREE["worker"], "invite": OWN}})
     worker = confined_worker(link, settings, EnvironmentSettings(), folder=tmp_path, identity=None)
     worker.machine.close()
     if worker.launcher is not None:
