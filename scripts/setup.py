@@ -225,8 +225,8 @@ def install(machine: Machine, extras: list[str]) -> None:
         remove_torn_packages()
     asked = sorted({*extras, *stamp.extras})  # an earlier command's parts are kept up to date too
     extras = buildable(asked)
-    beside = ThreadPoolExecutor()  # neither uv nor pip keeps all processors busy
-    programs = beside.submit(install_programs, extras)
+    pool = ThreadPoolExecutor()  # neither uv nor pip keeps all processors busy
+    programs = pool.submit(install_programs, extras)
     table = read_pyproject()
     optional = table["project"]["optional-dependencies"]
 
@@ -262,7 +262,7 @@ def install(machine: Machine, extras: list[str]) -> None:
         say(f"(2) {', '.join(Path(wheel).name.split('-')[0] for wheel in wheels)}")
         install_packages("--no-deps", *wheels)
         shutil.rmtree(VENV / "wheels")
-    compiled = beside.submit(compile_packages, jobs=1)
+    compiled = pool.submit(compile_packages, jobs=1)
 
     # (3) everything else that the parts ask for, in one resolution
     say("(3) what the parts ask for")

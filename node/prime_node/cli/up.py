@@ -131,9 +131,7 @@ def _settings(run_dir: RunDir, options: Options) -> UpConfig:
 
     check_settings(options, with_run=not run_dir.exists)
     for path in sorted(import_paths(options.load(TrainerConfig))):
-        import_object(
-            path
-        )  # the trainer would only find a mistake when the run is made and everything else has started
+        import_object(path)  # the trainer would find a mistake only after the run is made
     return options.load(UpConfig)
 
 
