@@ -189,6 +189,8 @@ STEP = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 UNTYPED = {name: value for name, value in STEP.items() if name != "type"} | {"content": "a" * 1000}
 LONG = STEP | {"pattern": {"Regex": "a" * 4000}, "content": ""}
 SPLIT = {"type": "Split", "pattern": {"Regex": "a"}, "behavior": "Isolated", "invert": False}
+WORDS = {"type": "WordPiece", "unk_token": "a", "vocab": {"a": 0}}
+SHOWN, SHOWN_TOO = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
 PADDING: dict[str, Any] = {
     "strategy": "BatchLongest",
     "direction": "Right",
@@ -223,15 +225,37 @@ PADDING: dict[str, Any] = {
         ("model", {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}, "token's id"),
         ("model", {"type": "BPE", "vocab": {"a": -1}, "merges": []}, "token's id"),
         ("model", {"type": "BPE", "vocab": {}, "merges": ["a b"] * (limits.TOKENIZER_ENTRIES_MAX + 1)}, "model.merges"),
+        ("model", WORDS | {"max_input_chars_per_word": 10**9}, "max_input_chars_per_word"),
+        ("model", WORDS | {"continuing_subword_prefix": "#" * 10**6}, "a token of 1,000,000"),
+        ("model", {"type": "Unigram", "unk_id": 0, "vocab": [["a" * 200, -1.0]]}, "a token of 200"),
+        ("model", {"type": "BPE", "vocab": {"a" * 10**6: 1}, "merges": []}, "a token of 1,000,000"),
         ("model", [], "has no model"),
+        ("truncation", {"direction": "Right", "max_length": 999, "strategy": "LongestFirst", "stride": 998}, "stride"),
+        ("post_processor", {"type": "TemplateProcessing", "single": [SHOWN] * 1000}, "times as long"),
         ("added_tokens", [{"id": 2**40, "content": "x"}], "token's id"),
-        ("added_tokens", [{"id": 1, "content": "x" * 10**6}] * 2, "added tokens have"),
+        ("added_tokens", [{"id": 1, "content": "x" * 1000}] * 2000, "added tokens have"),
+        ("added_tokens", [{"id": 1, "content": "x" * 10**6}], "an added token has"),
         ("added_tokens", [{"id": 1, "content": "x"}] * 70_000, "70,000 added tokens"),
     ],
 )
 def test_a_hostile_tokenizer_is_refused_by_file_and_field(folder: Path, part: str, value: Any, why: str) -> None:
     change(folder / "tokenizer.json", **{part: value})
     with pytest.raises(LocalError, match=rf"tokenizer\.json: .*{why}.*ask the run's operator"):
+        HfTokenizer(folder)
+
+
+def test_no_tokenizer_repeats_or_cuts_a_text_or_makes_it_too_long(folder: Path) -> None:
+    """Within the bounds above, one text of two million characters took 50 GiB."""
+    plain = HfTokenizer(folder).encode("sun " * 10)
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    often = {"type": "TemplateProcessing", "single": [SHOWN] * 200, "pair": [SHOWN, SHOWN_TOO], "special_tokens": {}}
+    change(folder / "tokenizer.json", truncation=cut, post_processor=often)
+    tokenizer = HfTokenizer(folder)
+    assert tokenizer.encode("sun " * 10) == plain
+    with pytest.raises(ValueError, match="200 times as long"):
+        tokenizer.encode("a" * (limits.TOKENIZER_TEXT_CHARS_MAX // 200 + 1))
+    (folder / "chat_template.jinja").write_text("x" * 50_000 + "{{ messages[0].content }}")
+    with pytest.raises(LocalError, match="50,000 characters"):
         HfTokenizer(folder)
 
 
@@ -248,6 +272,8 @@ def test_a_hostile_tokenizer_is_refused_by_file_and_field(folder: Path, part: st
         " {2,}",
         r"\p{N}{1,3}",
         "a*a*(?:bc)?",
+        "(?i)a|b",
+        "a(?:(?i)b|c)",
         "[\u4e00-\u9fa5\u3040-\u309f]+",
     ],
 )
@@ -288,6 +314,9 @@ def test_published_expressions_pass(pattern: str) -> None:
         "(?:a+){4}z",
         "a{0,50}a{0,50}z",
         "a|" * 200,
+        "(?:a*(?i)|a*(?i)|a*(?i)|a*(?i))[b-y]",  # the library makes a*(a*(a*(a*))) of it
+        "a*(?i)|b",
+        "a*?(?m)|b",
     ],
 )
 def test_expressions_that_try_all_ways_are_refused(pattern: str) -> None:

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from prime_node.adapters.models.chat_template import compile_template
 from prime_node.adapters.models.model_folder import TOKENIZER_FILE, read_config, read_json, read_text, read_tokenizer
+from prime_protocol import limits
 from prime_protocol.errors import LocalError
 
 _MARKER = "\N{LEFT WHITE SQUARE BRACKET}text\N{RIGHT WHITE SQUARE BRACKET}"
@@ -35,8 +36,8 @@ class HfTokenizer:
             self._read(folder)
 
     def _read(self, folder: Path) -> None:
-        read_tokenizer(folder)
-        self._tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        self._bounded = BoundedTokenizer(folder)
+        self._tokenizer = self._bounded.library
         config = read_json(folder / "tokenizer_config.json")
         self._vocab_size = int(read_config(folder).get("vocab_size", self._tokenizer.get_vocab_size()))
         end = _token_text(config.get("eos_token"))
@@ -45,8 +46,7 @@ class HfTokenizer:
             raise ValueError(f"{folder}/tokenizer_config.json: its eos_token is not in tokenizer.json")
         self._stop_token_id: int = stop_token_id
         head, tail = _template_parts(folder)
-        self._head = self._tokenizer.encode(head, add_special_tokens=False).ids
-        self._tail = self._tokenizer.encode(tail, add_special_tokens=False).ids
+        self._head, self._tail = self.encode(head), self.encode(tail)
         # From here on text is only text: a special token in it is encoded as the characters of its name.
         self._tokenizer.encode_special_tokens = True
 
@@ -63,16 +63,36 @@ class HfTokenizer:
         return [*self._head, *self.encode(text), *self._tail]
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text. Raises ValueError if the library fails on it."""
-        with panics_raised():
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        """Encode a text. Raises ValueError if the library fails on it, or would take too much memory."""
+        return self._bounded.encode(text)
 
     def decode(self, token_ids: list[int]) -> str:
         """Decode tokens. Raises ValueError if the library fails on them."""
         with panics_raised():
             text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return text
+
+
+class BoundedTokenizer:
+    """The library's tokenizer of a folder, which encodes no text that its steps make too long."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read tokenizer.json. Raises LocalError, and whatever the library raises."""
+        self._growth = read_tokenizer(folder)
+        self.library = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        self.library.no_truncation()  # it would cut prompts, or repeat parts of them
+        self.library.post_processor = None  # it adds special tokens, which nothing asks for, or repeats the text
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a text. Raises ValueError if it is too long, or if the library fails on it."""
+        if len(text) * self._growth > limits.TOKENIZER_TEXT_CHARS_MAX:
+            raise ValueError(
+                f"a text of {len(text):,} characters, which this tokenizer may make {self._growth:,.0f} times as long, is above "
+                f"{limits.TOKENIZER_TEXT_CHARS_MAX:,}"
+            )
+        with panics_raised():
+            ids: list[int] = self.library.encode(text, add_special_tokens=False).ids
+        return ids
 
 
 @contextlib.contextmanager

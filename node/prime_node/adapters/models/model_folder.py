@@ -251,8 +251,11 @@ def _most(key: str) -> int:
 # tokenizer.json
 
 
-def read_tokenizer(folder: Path) -> dict[str, Any]:
-    """Read tokenizer.json, with a bounded vocabulary and steps of bounded growth. Raises LocalError."""
+def read_tokenizer(folder: Path) -> float:
+    """Check tokenizer.json: a bounded vocabulary, and steps of bounded growth. Return the growth.
+
+    That is the largest factor by which its steps lengthen a text. Raises LocalError.
+    """
     path = folder / TOKENIZER_FILE
     tokenizer = read_json(path)
     model = tokenizer.get("model")
@@ -264,6 +267,7 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
             raise LocalError(
                 f"{path}: model.{name} has {size:,} entries, above {limits.TOKENIZER_ENTRIES_MAX:,}; {_OPERATOR}"
             )
+    _require_short(path, model)
     vocab, added = model.get("vocab"), tokenizer.get("added_tokens") or []
     ids = [*vocab.values()] if isinstance(vocab, dict) else []
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
@@ -272,6 +276,9 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
     _require_few_added(path, added)
     if not _pads_little(tokenizer.get("padding")):
         raise LocalError(f"{path}: its padding lengthens every text; {_OPERATOR}")
+    truncation = tokenizer.get("truncation")
+    if isinstance(truncation, dict) and truncation.get("stride") not in (None, 0):
+        raise LocalError(f"{path}: its truncation repeats a text (stride is not 0); {_OPERATOR}")
     steps, regexes, chars, growth = 0, 0, 0, 1.0
     for part in _STEPS:
         for place, key, value in _entries({part: tokenizer.get(part)}):
@@ -299,7 +306,24 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
         raise LocalError(
             f"{path}: its steps have {chars:,} characters, above {limits.TOKENIZER_STEP_CHARS_MAX:,}; {_OPERATOR}"
         )
-    return tokenizer
+    return growth
+
+
+def _require_short(path: Path, model: Mapping[str, Any]) -> None:
+    """Raise LocalError if a text of the model is so long that the library's time or a decoded text has no sensible bound.
+
+    WordPiece takes the third power of a word's length, Unigram the product of those of a text and of the longest token.
+    """
+    most, vocab = limits.TOKENIZER_WORD_CHARS_MAX, model.get("vocab")
+    texts = [model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token")]
+    texts += vocab if isinstance(vocab, dict) else []
+    pieces = [one[0] for one in vocab if isinstance(one, list) and one] if isinstance(vocab, list) else []
+    for text, bound in (*((text, most) for text in texts), *((piece, most // 8) for piece in pieces)):
+        if isinstance(text, str) and len(text) > bound:
+            raise LocalError(f"{path}: model has a token of {len(text):,} characters, above {bound:,}; {_OPERATOR}")
+    word = model.get("max_input_chars_per_word")
+    if isinstance(word, int) and word > most:
+        raise LocalError(f"{path}: model.max_input_chars_per_word is {word:,}, above {most:,}; {_OPERATOR}")
 
 
 def _require_few_added(path: Path, added: object) -> None:
@@ -307,7 +331,11 @@ def _require_few_added(path: Path, added: object) -> None:
     tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     if len(tokens) > limits.TOKENIZER_ADDED_MAX:
         raise LocalError(f"{path}: {len(tokens):,} added tokens, above {limits.TOKENIZER_ADDED_MAX:,}; {_OPERATOR}")
-    chars = sum(len(token["content"]) for token in tokens if isinstance(token.get("content"), str))
+    texts = [token["content"] for token in tokens if isinstance(token.get("content"), str)]
+    if (longest := max(map(len, texts), default=0)) > limits.TOKENIZER_WORD_CHARS_MAX:
+        most = limits.TOKENIZER_WORD_CHARS_MAX
+        raise LocalError(f"{path}: an added token has {longest:,} characters, above {most:,}; {_OPERATOR}")
+    chars = sum(map(len, texts))
     if chars > limits.TOKENIZER_ADDED_CHARS_MAX:
         most = limits.TOKENIZER_ADDED_CHARS_MAX
         raise LocalError(f"{path}: its added tokens have {chars:,} characters, above {most:,}; {_OPERATOR}")
@@ -327,6 +355,8 @@ def _growth(path: Path, step: Mapping[str, Any]) -> float:
     """Return the maximum factor by which one step lengthens a text."""
     if _CHARACTERS in step:
         return max(1.0, _longest_replacement(path, step[_CHARACTERS]))
+    if isinstance(step.get("single"), list):  # a template that may show the text often
+        return max(1.0, sum(isinstance(piece, dict) and "Sequence" in piece for piece in step["single"]))
     if step.get("type") != "Replace":
         return 1.0
     pattern, content = step.get("pattern"), step.get("content")

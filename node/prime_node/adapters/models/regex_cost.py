@@ -17,6 +17,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _REPEAT = re.compile(r"\{(\d*)(,?)(\d*)\}")
+_OPTION, _OPENING = re.compile(r"\(\?[ims-]*\)"), re.compile(r"\((?!.*\)$)")
 REPEATS_BEFORE_ITEM = 2
 """Unbounded repeats after which published expressions need nothing more."""
 _UNBOUNDED_FROM = 100
@@ -80,6 +81,8 @@ def regex_fault(pattern: str) -> str | None:
         if fault := _unknown(token):
             return fault
         bounds = _bounds(token)
+        if _OPTION.fullmatch(token) and found.start() > 0 and not _OPENING.match(before):
+            return "has an option after the start of a group: all alternatives after it become a group behind what is before"
         if token[0] == "(" and not token.endswith(")"):
             groups.append(_Group(group.repeats_before + group.repeats + group.last_repeats))
         elif token == ")" and len(groups) > 1:

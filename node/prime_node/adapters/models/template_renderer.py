@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from prime_node.adapters.models.hf_tokenizer import HfTokenizer, chat_template, panics_raised, tokenizer_at_fault
+from prime_node.adapters.models.hf_tokenizer import BoundedTokenizer, HfTokenizer, chat_template, tokenizer_at_fault
 from prime_node.ports.renderer import Message, Parsed
 
 _MARK = "\N{LEFT WHITE SQUARE BRACKET}%d\N{RIGHT WHITE SQUARE BRACKET}"
@@ -25,14 +23,14 @@ class TemplateRenderer:
         """Read the template. Raises LocalError if the folder's files make no tokenizer."""
         self._plain = HfTokenizer(folder)
         with tokenizer_at_fault(folder):
-            self._template = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            self._template = BoundedTokenizer(folder)
             self._render = chat_template(folder)
 
     def render_ids(self, messages: Sequence[Message]) -> list[int]:
         """Render messages as token ids. Raises ValueError if the template does not show each message exactly once."""
         ids: list[int] = []
         for is_text, part in self._parts(messages):
-            ids += self._plain.encode(part) if is_text else self._special(part)
+            ids += self._plain.encode(part) if is_text else self._template.encode(part)
         return ids
 
     def parse_response(self, token_ids: Sequence[int]) -> Parsed:
@@ -53,17 +51,12 @@ class TemplateRenderer:
         answer = [place for place, (is_text, part) in enumerate(parts) if is_text and part == "!"]
         after: list[int] = []
         for is_text, part in parts[answer[0] + 1 :]:
-            after += self._plain.encode(part) if is_text else self._special(part)
+            after += self._plain.encode(part) if is_text else self._template.encode(part)
         stop = self._plain.stop_token_id
         if not after or after[0] != stop:
             return None  # the template closes an answer with another token than the model
         closed = bool(completion_token_ids) and completion_token_ids[-1] == stop
         return [*prompt_token_ids, *completion_token_ids, *after[closed:]]
-
-    def _special(self, text: str) -> list[int]:
-        with panics_raised():
-            ids: list[int] = self._template.encode(text, add_special_tokens=False).ids
-        return ids
 
     def _parts(self, messages: Sequence[Message]) -> list[tuple[bool, str]]:
         """Return pairs (is it a message's text, text), in order. Raises ValueError."""
