@@ -28,9 +28,6 @@ NEVER_RECORDED: dict[str, str] = {
     "adapters": "a quick run on 2026-11-23: a delta of integers has 0.16 times the bytes of one of bf16 factors",
     "overload": "a busy machine, 10 s at twice the capacity of 2,547 heartbeats/s (2026-11-27): work's p99 2.1 times that at "
     "half, all uploads done, none lost; heartbeats' p99 4.1 times (bar 3, missed), before they waited for seconds",
-    "side_by_side": "the whole run on 2026-11-29 compared processor seconds, and a plain `LLM` polls while it waits; by wall "
-    "clock it gave 1.06 of plain generation (bar 0.95) and 0.926 with seeds and proofs (bar 0.92), on 2 cores with AVX-512 and "
-    "bf16; the simulation filled 0.993 of the slots (bar 0.97) at 0.047 steps more lag (bar 0.05)",
 }
 """Benchmarks that print checks and have no file in results/, with the reason."""
 
