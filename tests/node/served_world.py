@@ -40,7 +40,7 @@ async def validate(client: HttpClient) -> None:
         if not isinstance(task, CheckTask):
             continue
         parcel = open_parcel(await client.bundle(BundleRequest(bundle=task.bundle)), body_bytes_max=2**20)
-        header = parse_json(parcel.envelope.verify(PayloadType.ROLLOUT, trusted=[WORKER.key_id]), RolloutHeader)
+        header = parse_json(parcel.envelope.verify(PayloadType.ROLLOUT, trusted=[task.lease.worker]), RolloutHeader)
         rollouts = parse_body(header, parcel.check_body(header), RUN.spec.limits)
         verdict = check_assignment(header, rollouts, task.lease, vocab_size=VOCAB_SIZE)
         if verdict.accepted:
