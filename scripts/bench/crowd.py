@@ -28,6 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -51,7 +52,7 @@ REPLAYED_EVERY = 100
 NETWORKS, NEW_PER_S = 250, 200.0
 """Networks from which the polls come, and how many members a second begin: a new connection's first request is a stranger's."""
 MIB = 2**20
-FREE = {"requests_per_second": 1e9, "faults_per_second": 1e9, "connects_per_second": 1e9}
+FREE: dict[str, Any] = {"requests_per_second": 1e9, "faults_per_second": 1e9, "connects_per_second": 1e9}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -61,7 +62,7 @@ ROLLOUTS, GROUP = 8, 4
 """Rollouts of a lease and of a group."""
 PROCESSES = 4
 FAIRNESS_MIN, WASTE_MAX, TIMES_MAX = 0.8, 0.02, 1.5
-FREE = {"requests_per_second": 1e9, "faults_per_second": 1e9, "connects_per_second": 1e9}
+FREE: dict[str, Any] = {"requests_per_second": 1e9, "faults_per_second": 1e9, "connects_per_second": 1e9}
 
 
 def crowd_run(workers: int, steps: int) -> PinnedRun:
