@@ -2,7 +2,7 @@
 
 Real: every decision (coordinator/state: choose_slots, choose_batch, tick, ...), the wake-ups that it causes, and the
 measurements (coordinator/measure). Simulated: the duration of generating a group, of a request, an upload, a check, a
-swap and a step of training, and the arrival of a policy at a worker. The loops follow worker/work.py, training_data/feed.py
+swap and a step of training, and the arrival of a policy at a worker. The loops follow worker/lease_work.py, training_data/feed.py
 and trainer/loop.py: leases are requested ahead, batches are prefetched, a policy is published in parallel to the next
 step.
 

@@ -46,6 +46,7 @@ from prime_lab.world import SimulatedRun
 from prime_node.worker.generating import bundle_for, generate
 from prime_node.worker.loaded_policy import LoadedPolicy
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
+from prime_protocol.digest import digest_of
 from prime_protocol.identity import SigningKey
 from prime_protocol.noise import SEED_MAX
 from prime_protocol.schedule import Schedule, SwapPolicy
@@ -149,8 +150,9 @@ async def side_by_side(engine: Any, leases: Sequence[Lease], *, proofs: bool, le
         tokens += made.rollouts.num_tokens
         each = [len(completion.token_ids) for completion in made.rollouts.completions()]
         lengths[GROUP * lease.groups[0].slot : GROUP * (lease.groups[0].slot + 1)] = each
+        digest = digest_of(lease.model_dump_json().encode())
         await asyncio.to_thread(
-            bundle_for, lease, made.rollouts, key=KEY, engine=engine.info, created_at_ms=0, lease_digest=None
+            bundle_for, lease, made.rollouts, key=KEY, engine=engine.info, created_at_ms=0, lease_digest=digest
         )
 
     async with asyncio.TaskGroup() as tasks:

@@ -141,8 +141,9 @@ class AttackedBench(Bench):
         lease = self._lease(slots, step, policy, key)
         asked = [replace(one, proofs=self._run.spec.checks.proofs) for one in requests_for(lease)]
         completions = await engine.generate(asked, lease.sampling)
+        digest = digest_of(lease.model_dump_json().encode())
         parcel = bundle_for(
-            lease, rollouts_for(lease, completions), key=key, engine=engine.info, created_at_ms=0, lease_digest=None
+            lease, rollouts_for(lease, completions), key=key, engine=engine.info, created_at_ms=0, lease_digest=digest
         )
         opened = open_bundle(parcel, lease, self._run)
         judgement = await self._judge(opened) if isinstance(opened, OpenedBundle) else opened

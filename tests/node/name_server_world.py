@@ -1,5 +1,7 @@
 """A small name server, and clients of names, in namespaces with an own network and resolv.conf. test_networks.py starts it.
 
+Clients and roles wait WAIT_S for a look-up, less than the product's 8 s, so that no test only waits.
+
 python -m tests.node.name_server_world TASK FOLDER
 """
 
@@ -23,7 +25,8 @@ from tests.node.served_world import RUN, serving_parts, work_through
 from tests.node.worker_world import WORKER
 from tests.time_world import until
 
-from prime_node.adapters.name_lookups import WAIT_S_MAX, patient_loop
+from prime_node.adapters import name_lookups
+from prime_node.adapters.name_lookups import patient_loop
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.direct_upload import put_directly
 from prime_node.adapters.web.http_client import HttpClient
@@ -32,6 +35,15 @@ from prime_node.keyfile import load_or_create
 from prime_node.ports.transport import Unreachable
 
 PORT = 53
+WAIT_S = 3.0
+"""Longer than a busy machine needs to send the queries of all tasks at once, and much shorter than the resolver's 30 s."""
+PRIME_NODE = f"""
+from prime_node.adapters import name_lookups
+from prime_node.cli.main import main
+name_lookups.WAIT_S_MAX = {WAIT_S}
+main()
+"""
+"""Program of a role that waits as long."""
 NAMES = 20
 """Of each kind: more together than an executor has threads, and of links more than uvloop has for look-ups."""
 ROLES = {"join": signal.SIGTERM, "seed": signal.SIGINT, "validator": signal.SIGINT, "trainer": signal.SIGTERM}
@@ -59,7 +71,7 @@ class NameServer:
             query, caller = self._socket.recvfrom(4_096)
             self.asked.release()
             if self.mode == "late":
-                timer = threading.Timer(WAIT_S_MAX + 2.0, self._answer, (query, caller, "right"))
+                timer = threading.Timer(WAIT_S + 1.0, self._answer, (query, caller, "right"))
                 timer.daemon = True
                 timer.start()
             elif self.mode != "silent":
@@ -207,7 +219,7 @@ async def _live(
     option = "--identity" if role in ("join", "seed") else "--key"
     command = [role, link, option, str(folder / "role.key"), "--folder", str(folder / role)]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "prime_node", *command), stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", PRIME_NODE, *command), stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
     try:
@@ -236,6 +248,7 @@ async def _line(stream: asyncio.StreamReader, text: str) -> str:
 
 
 if __name__ == "__main__":
+    name_lookups.WAIT_S_MAX = WAIT_S
     task = {"crowd": crowd, "ill": ill, "midrun": midrun, "roles": roles}[sys.argv[1]]
     with asyncio.Runner(loop_factory=patient_loop) as runner:
         runner.run(task(Path(sys.argv[2])))

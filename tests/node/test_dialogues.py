@@ -115,7 +115,8 @@ async def judged(
     engine: TransformersEngine, run: PinnedRun, model: Path, lease: Lease, rollouts: Rollouts
 ) -> tuple[judge.Judgement, bytes]:
     info = EngineInfo(name="transformers", version="1", dtype="fp32", device="cpu")
-    parcel = bundle_for(lease, rollouts, key=WORKER, engine=info, created_at_ms=0, lease_digest=None)
+    digest = digest_of(lease.model_dump_json().encode())
+    parcel = bundle_for(lease, rollouts, key=WORKER, engine=info, created_at_ms=0, lease_digest=digest)
     opened = judge.open_bundle(parcel, lease, run)
     if not isinstance(opened, judge.OpenedBundle):
         return opened, parcel
@@ -220,7 +221,8 @@ async def test_turns_that_the_environment_does_not_ask_for_are_refused(
         lease, run.spec, worlds_of(run, model), lambda requests: engine.generate(requests, lease.sampling)
     )
     rollouts = rollouts_of_turns(lease, tamper(honest))
-    parcel = bundle_for(lease, rollouts, key=WORKER, engine=engine.info, created_at_ms=0, lease_digest=None)
+    digest = digest_of(lease.model_dump_json().encode())
+    parcel = bundle_for(lease, rollouts, key=WORKER, engine=engine.info, created_at_ms=0, lease_digest=digest)
     opened = judge.open_bundle(parcel, lease, run)
     assert isinstance(opened, judge.OpenedBundle)
     worlds = build_environments(run.spec.environments, model)

@@ -100,7 +100,7 @@ def test_log_lines_appear_above_the_screen_on_lines_of_their_own(monkeypatch: py
         with node_screen.node_screen() as screen:
             assert screen is not None
             screen.show(STATUS)
-            logging.getLogger("prime_node.worker.work").info("joined; the engine is loading")
+            logging.getLogger("prime_node.worker.lease_work").info("joined; the engine is loading")
             written = terminal.getvalue()
     finally:
         root.handlers[:], root.level = before, level

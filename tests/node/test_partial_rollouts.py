@@ -25,6 +25,7 @@ from prime_node.validator.spans import spans_of as spans_in
 from prime_node.worker.generating import bundle_for, generate
 from prime_node.worker.loaded_policy import LoadedPolicy
 from prime_protocol.assignment import GroupAssignment, Lease, Problem, Sampling
+from prime_protocol.digest import digest_of
 from prime_protocol.rollout import Completion, EngineInfo, Rollouts, rollouts_for
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.schedule import SwapPolicy
@@ -236,8 +237,9 @@ async def verdict_on(
     environment: Lengths | None = None,
 ) -> Judgement:
     info = EngineInfo(name="transformers", version="1", dtype="fp32", device="cpu")
+    digest = digest_of(lease.model_dump_json().encode())
     parcel = bundle_for(
-        lease, rollouts_for(lease, completions), key=WORKER, engine=info, created_at_ms=0, lease_digest=None
+        lease, rollouts_for(lease, completions), key=WORKER, engine=info, created_at_ms=0, lease_digest=digest
     )
     opened = open_bundle(parcel, lease, run, newest_policy=newest_policy)
     if not isinstance(opened, OpenedBundle):

@@ -15,9 +15,9 @@ from tests.node.table_engine import TableEngine
 from tests.node.worker_world import COORDINATOR, WORKER, make_run, names_in
 
 from prime_node.worker import receipts
+from prime_node.worker.lease_work import LEASE_PAUSE_S_MIN
 from prime_node.worker.loop import run_worker
 from prime_node.worker.receipts import ReceiptBook
-from prime_node.worker.work import LEASE_PAUSE_S_MIN
 from prime_node.worker.worker import Ending, Equipment
 from prime_protocol.assignment import Lease, Problem
 from prime_protocol.digest import digest_of

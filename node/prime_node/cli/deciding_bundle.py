@@ -146,7 +146,7 @@ def _require_answer(parcel: bytes, lease: Lease, lease_digest: str) -> None:
     stated = (lease.run, lease.worker, lease.lease_id, lease.step, lease.policy_version, lease.policy_digest)
     if (*named, header.num_rollouts) != (*stated, lease.num_rollouts):
         raise RemoteError(ErrorCode.DIGEST_MISMATCH, "the deciding bundle was signed for another lease")
-    if header.lease_digest not in (None, lease_digest):
+    if header.lease_digest != lease_digest:
         raise RemoteError(
             ErrorCode.DIGEST_MISMATCH,
             "the bundle names the digest of another lease: the coordinator has changed the lease in the dossier",

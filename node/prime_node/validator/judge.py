@@ -171,7 +171,7 @@ def open_bundle(
         require_proofs(rollouts, run.spec.checks)
     except RemoteError as error:
         return Judgement(Verdict.refuse(RejectReason.MALFORMED, str(error)))
-    if header.lease_digest not in (None, digest_of(lease.model_dump_json().encode())):
+    if header.lease_digest != digest_of(lease.model_dump_json().encode()):
         log.error("bundle of lease %s: %s", lease.lease_id[:12], OTHER_LEASE)
         return Judgement(Verdict.refuse(RejectReason.UNVERIFIABLE, OTHER_LEASE))
     newest = newest_policy if run.spec.schedule.swap.spans_policies else None

@@ -166,7 +166,7 @@ def bundle_for(
     key: SigningKey,
     engine: EngineInfo,
     created_at_ms: int,
-    lease_digest: str | None,
+    lease_digest: str,
 ) -> bytes:
     """Return the signed parcel that answers a lease. `lease_digest` is the digest of the lease's payload."""
     body, decompressed_bytes = pack_body(rollouts)

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from prime_node.patience import causes_of, in_a_hurry, unless
 from prime_node.worker.control import Control, Wanted, pause_reason, read_control, write_control
+from prime_node.worker.lease_work import begin, fulfil, hand_back, lease_ahead, load_first, wait_for_room
 from prime_node.worker.reporting import (
     farewell,
     fetch_receipts,
@@ -33,7 +34,6 @@ from prime_node.worker.reporting import (
 )
 from prime_node.worker.session import KeyBanned
 from prime_node.worker.status import write_status
-from prime_node.worker.work import begin, fulfil, hand_back, lease_ahead, load_first, wait_for_room
 from prime_node.worker.worker import Ending, Worker
 from prime_protocol.assignment import Lease
 from prime_protocol.errors import LocalError

@@ -55,7 +55,7 @@ class LeaseInHand:
 
 @dataclass
 class LeaseActivity:
-    """The work on leases: written by work.py and loop.py, read for heartbeats and for the status."""
+    """The work on leases: written by lease_work.py and loop.py, read for heartbeats and for the status."""
 
     state: WorkerState = WorkerState.FETCHING
     waiting_for: str = ""
