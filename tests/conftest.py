@@ -35,7 +35,9 @@ hypothesis.settings.load_profile("tests")
 gc.disable()
 
 PROCESSES_MAX = 8
-"""Processes that run tests. Each needs about 1 GB of memory."""
+"""Processes that run tests."""
+PROCESS_GIB = 5
+"""Memory for a process and what it starts. Most need 1.5 GiB; the tests of a real model need 6."""
 SCHEDULE = Schedule()
 """Times of this run, if it has several processes; kept by the process that reports."""
 HAS_GPU = shutil.which("nvidia-smi") is not None
@@ -122,9 +124,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(line)
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return the number of processes of `-n auto`: one a core, and one more without slow tests, which keep a core busy."""
-    return min(PROCESSES_MAX, os.cpu_count() or 2) + ("not slow" in config.option.markexpr)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of processes of `-n auto`: one more than cores if there is memory.
+
+    Slow tests wait for half of their time: for processes that start, for name servers, for the disk.
+    """
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    return max(1, min(PROCESSES_MAX, (os.cpu_count() or 2) + 1, gib // PROCESS_GIB))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -31,6 +31,8 @@ from prime_protocol.rollout import RolloutHeader
 from prime_protocol.run_spec import PinnedRun
 from prime_protocol.verdict import BanKind, BundleStatus, Receipt, RejectReason
 
+OTHER_DIGEST = "the bundle names the digest of another lease: the coordinator has changed the lease in the dossier"
+
 
 def signed(text: bytes) -> Envelope:
     return open_envelope(text, bytes_max=2**22)
@@ -71,17 +73,20 @@ async def test_a_dossier_with_a_forged_lease_does_not_hold(tmp_path: Path) -> No
 
     rewrite(file, forge)
     code, report = check(file, "--run", run.digest)
-    fault = "the bundle names the digest of another lease: the coordinator has changed the lease in the dossier"
-    assert (code, report["fault"]) == (1, fault)
+    assert (code, report["fault"]) == (1, OTHER_DIGEST)
 
 
-@pytest.mark.parametrize("what", ["of another lease", "of another key"])
+@pytest.mark.parametrize("what", ["of another lease", "of another key", "of an unnamed lease"])
 async def test_a_dossier_with_another_bundle_does_not_hold(tmp_path: Path, what: str) -> None:
     """The coordinator alone signs which bundle a receipt is about."""
     async with running(await folder_parts(make_run(), tmp_path), ANNA) as world:
         leases = [await judged(world, reason=RejectReason.SEED_MISMATCH) for _ in range(2)]
         file = await case_in(world, tmp_path)
-    other = make_parcel(leases[0], ANNA, created_at_ms=1) if what == "of another lease" else make_parcel(leases[1], BEN)
+    other = {
+        "of another lease": make_parcel(leases[0], ANNA, created_at_ms=1),
+        "of another key": make_parcel(leases[1], BEN),
+        "of an unnamed lease": make_parcel(leases[1], ANNA, lease_digest=None),
+    }[what]
     place = next(file.parent.glob("*.parcel"))
     place.with_name(f"{digest_of(other)}.parcel").write_bytes(other)
 
@@ -101,6 +106,7 @@ async def test_a_dossier_with_another_bundle_does_not_hold(tmp_path: Path, what:
     expected = {
         "of another lease": "the deciding bundle was signed for another lease",
         "of another key": "the worker has not signed the deciding bundle: 0 trusted signatures, 1 needed",
+        "of an unnamed lease": OTHER_DIGEST,
     }
     assert report["fault"] == expected[what]
 

@@ -105,6 +105,14 @@ async def test_a_validator_that_gets_another_lease_than_the_worker_blames_no_wor
     assert judgement.evidence is None
 
 
+async def test_a_bundle_that_names_no_lease_is_not_judged() -> None:
+    """No coordinator takes one, so it comes from one that lies."""
+    lease = make_lease()
+    found = open_bundle(make_bundle(lease, await generate(lease), lease_digest=None), lease, RUN)
+    assert isinstance(found, Judgement)
+    assert found.verdict.reason is RejectReason.UNVERIFIABLE
+
+
 async def test_an_environment_that_the_run_does_not_have_is_no_error_of_the_validator() -> None:
     lease = with_first(make_lease(), problem=Problem(environment="other", index=0))
     judgement = await judged(lease, LengthEnvironment())
