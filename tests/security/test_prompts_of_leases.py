@@ -106,7 +106,7 @@ async def test_a_validator_that_gets_another_lease_than_the_worker_blames_no_wor
 
 
 async def test_a_bundle_that_names_no_lease_is_not_judged() -> None:
-    """No coordinator takes one, so it comes from one that lies."""
+    """No honest coordinator takes one."""
     lease = make_lease()
     found = open_bundle(make_bundle(lease, await generate(lease), lease_digest=None), lease, RUN)
     assert isinstance(found, Judgement)
