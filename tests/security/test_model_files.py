@@ -216,7 +216,7 @@ PADDING: dict[str, Any] = {
         ("pre_tokenizer", {"type": "Split", "pattern": {"Regex": "a|" * 9999}, "behavior": "Isolated"}, "characters"),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [SPLIT] * 40}, "40 expressions"),
         ("normalizer", {"type": "Sequence", "normalizers": [LONG] * 8}, "characters"),
-        ("normalizer", {"type": "Prepend", "prepend": "a" * 10**6}, "characters"),
+        ("normalizer", {"type": "Prepend", "prepend": "a" * 10**4}, "times as long"),
         ("normalizer", {"type": "Sequence", "normalizers": [UNTYPED]}, "normalizers.0 is a step without a type"),
         ("normalizer", UNTYPED, "normalizer is a step without a type"),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"pattern": SPLIT["pattern"]}]}, "without a type"),
@@ -253,9 +253,9 @@ def test_no_tokenizer_repeats_or_cuts_a_text_or_makes_it_too_long(folder: Path) 
     tokenizer = HfTokenizer(folder)
     assert tokenizer.encode("sun " * 10) == plain
     with pytest.raises(ValueError, match="200 times as long"):
-        tokenizer.encode("a" * (limits.TOKENIZER_TEXT_CHARS_MAX // 200 + 1))
+        tokenizer.encode("a" * (limits.TOKENIZER_TEXT_BYTES_MAX // 200 + 1))
     (folder / "chat_template.jinja").write_text("x" * 50_000 + "{{ messages[0].content }}")
-    with pytest.raises(LocalError, match="50,000 characters"):
+    with pytest.raises(LocalError, match="50,000 bytes"):
         HfTokenizer(folder)
 
 
@@ -317,6 +317,8 @@ def test_published_expressions_pass(pattern: str) -> None:
         "(?:a*(?i)|a*(?i)|a*(?i)|a*(?i))[b-y]",  # the library makes a*(a*(a*(a*))) of it
         "a*(?i)|b",
         "a*?(?m)|b",
+        r"\c[?a*a*a*]",  # ESC, and no class
+        r"\C-[?a*a*a*]",
     ],
 )
 def test_expressions_that_try_all_ways_are_refused(pattern: str) -> None:

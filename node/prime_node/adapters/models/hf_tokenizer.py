@@ -85,10 +85,10 @@ class BoundedTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode a text. Raises ValueError if it is too long, or if the library fails on it."""
-        if len(text) * self._growth > limits.TOKENIZER_TEXT_CHARS_MAX:
+        if (size := len(text.encode())) * self._growth > limits.TOKENIZER_TEXT_BYTES_MAX:
             raise ValueError(
-                f"a text of {len(text):,} characters, which this tokenizer may make {self._growth:,.0f} times as long, is above "
-                f"{limits.TOKENIZER_TEXT_CHARS_MAX:,}"
+                f"a text of {size:,} bytes, which this tokenizer may make {self._growth:,.0f} times as long, is above "
+                f"{limits.TOKENIZER_TEXT_BYTES_MAX:,}"
             )
         with panics_raised():
             ids: list[int] = self.library.encode(text, add_special_tokens=False).ids

@@ -69,6 +69,7 @@ _STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _STEP_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
 _CHARACTERS = "precompiled_charsmap"
 _PAD_MULTIPLE_MAX = 256
+_UNICODE_GROWTH = {"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0}
 _OPERATOR = "ask the run's operator"
 
 
@@ -357,8 +358,10 @@ def _growth(path: Path, step: Mapping[str, Any]) -> float:
         return max(1.0, _longest_replacement(path, step[_CHARACTERS]))
     if isinstance(step.get("single"), list):  # a template that may show the text often
         return max(1.0, sum(isinstance(piece, dict) and "Sequence" in piece for piece in step["single"]))
+    if isinstance(text := step.get("prepend"), str):  # to each part between added tokens
+        return max(1.0, len(text.encode()) / 4)
     if step.get("type") != "Replace":
-        return 1.0
+        return _UNICODE_GROWTH.get(str(step.get("type")), 1.0)
     pattern, content = step.get("pattern"), step.get("content")
     given = pattern.get("String") if isinstance(pattern, dict) else None
     length = len(content.encode()) if isinstance(content, str) else 0

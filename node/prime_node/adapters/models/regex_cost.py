@@ -122,6 +122,8 @@ def _unknown(token: str) -> str | None:
         return "has an unterminated character class"
     if re.fullmatch(r"\\[1-9gk]", token):
         return "has a back-reference or a call of a group"
+    if re.fullmatch(r"\\[cCM]", token):
+        return "has a control character, of which a bracket may be a part"
     return "has a group of an unknown kind" if token == "(?" else None
 
 
