@@ -72,6 +72,11 @@ def parse_ip(text: str) -> IPAddress | None:
     return None if found.scope_id else found.ipv4_mapped or found
 
 
+def is_name(host: str) -> bool:
+    """Return whether a host can be a name: neither an IP address nor another spelling of one, such as 127.1 or 127.0.0.1."""
+    return parse_ip(host) is None and not host.rstrip(".").rpartition(".")[2][:1].isdigit()
+
+
 def place_of(host: str) -> str | None:
     """Return the network inside which an IP address identifies one machine: GLOBAL, LOOPBACK, or a network.
 

@@ -262,6 +262,9 @@ async def test_a_leader_that_is_replaced_ends_and_its_documents_reach_the_next_o
         ("http://192.168.1.7:8400", "http://192.168.1.8:8400", True),
         ("http://8.8.8.8:8400", "http://localhost:631", False),  # by name
         ("http://127.0.0.1:1", "http://localhost:1", True),
+        ("http://8.8.8.8:8400", "http://127.1:631", False),  # other spellings, which no resolver sees
+        ("http://8.8.8.8:8400", "http://169.16689662", False),
+        ("http://8.8.8.8:8400", "http://127.0.0.1.:631", False),
     ],
 )
 async def test_a_run_directs_no_client_into_the_network_around_it(link: str, named: str, asked: bool) -> None:

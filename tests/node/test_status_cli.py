@@ -254,6 +254,15 @@ def test_a_status_beyond_the_bound_is_not_read(monkeypatch: pytest.MonkeyPatch) 
         shown(url)
 
 
+def test_a_status_of_many_small_parts_does_not_fill_the_memory() -> None:
+    """Before, 14 MiB of `{"step":1},` took a gibibyte, also of `doctor`."""
+    body = b'{"run": "%b", "step": 0, "head": 0, "max_steps": 1, "steps": [{"step":1}%b]}'
+    for copies, is_shown in ((1_000, True), (1_300_000, False)):
+        with server_that_answers(body % (b"0" * 64, b',{"step":1}' * copies)) as url:
+            with contextlib.nullcontext() if is_shown else pytest.raises(LocalError, match="cannot read a status"):
+                shown(url)
+
+
 def test_a_hostile_coordinator_controls_no_terminal() -> None:
     worker = {"worker": "1\x1b[2J", "name": "\x1b]0;owned\x07", "waiting_for": "\x1b[31m", "refused": {"\x1b[5m": 1}}
     body = json.dumps(

@@ -28,6 +28,8 @@ from prime_protocol.visible import printable
 
 STATUS_BYTES_MAX = 16 * 2**20
 """Size limit of a status: ten times what a thousand workers take."""
+STATUS_MARKS_MAX = 2**19
+"""Its characters `[`, `{` and `,`: as values in memory they take up to sixty times their bytes."""
 ANSWER_S_MAX = 5.0
 """Seconds until the header of an answer is whole, and without a byte of its body, after which it is given up."""
 WHOLE_S_MAX = 30.0
@@ -255,7 +257,10 @@ def _advice(url: str, error: str) -> str:
 async def _read(url: str, path: str) -> dict[str, Any]:
     """Request a JSON object from the coordinator at `url`. Raises LocalError with the cause if it fails."""
     try:
-        value = json.loads((await _fetch(url, path))[0])
+        data, _ = await _fetch(url, path)
+        if sum(map(data.count, (b"[", b"{", b","))) > STATUS_MARKS_MAX:
+            raise ValueError
+        value = json.loads(data)
     except Unreachable as error:
         raise LocalError(
             f"cannot read a status from {printable(str(error), 300)}: {_advice(url, str(error))}"

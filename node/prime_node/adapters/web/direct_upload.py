@@ -18,7 +18,7 @@ from prime_node.adapters.name_lookups import PatientResolver
 from prime_node.adapters.web.http_answers import Patience, new_session, pieces_of_body, reason_of
 from prime_node.adapters.web.noted_resolver import proxy_for
 from prime_node.ports.transport import Unreachable
-from prime_protocol.addresses import GLOBAL, may_be_named, parse_ip, place_of
+from prime_protocol.addresses import GLOBAL, is_name, may_be_named, parse_ip, place_of
 from prime_protocol.replies import upload_headers
 
 STORED = (200, 412)
@@ -68,9 +68,7 @@ async def put_directly(
 
 def _may_be_asked(host: str, near: Collection[str]) -> bool:
     """Return whether a name or an IP address may be asked. Where a name leads is checked when it is resolved."""
-    if parse_ip(host) is not None:
-        return may_receive(host, near)
-    return not host.rpartition(".")[2][:1].isdigit()  # else it is an IP address in another spelling, such as 127.1
+    return is_name(host) or may_receive(host, near)
 
 
 def may_receive(address: str, near: Collection[str]) -> bool:

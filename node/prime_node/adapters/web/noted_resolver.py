@@ -19,7 +19,7 @@ from urllib.request import getproxies, proxy_bypass
 from aiohttp.abc import ResolveResult
 
 from prime_node.adapters.name_lookups import PatientResolver
-from prime_protocol.addresses import LOOPBACK, may_be_named, parse_ip, place_of
+from prime_protocol.addresses import LOOPBACK, is_name, may_be_named, parse_ip, place_of
 
 
 def proxy_for(url: str) -> str | None:
@@ -66,7 +66,7 @@ class NotedResolver(PatientResolver):
 
     def may_ask(self, host: str) -> bool:
         """Return whether a request may go to this name or IP address. Where a name leads is checked when it is resolved."""
-        return host == self._server or parse_ip(host) is None or may_be_named(host, between=self.hosts)
+        return host == self._server or is_name(host) or may_be_named(host, between=self.hosts)
 
     async def asked_of_proxy(self, host: str) -> str:
         """Return the host that a proxy is asked for: the server or an IP address itself, or a further name's address.
