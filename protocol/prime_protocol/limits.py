@@ -163,7 +163,7 @@ VOCABULARY_MAX = 2**24
 """Tokens of a vocabulary; token ids are below it."""
 TOKENIZER_WORD_CHARS_MAX = 1_024
 """One token of a vocabulary, a text around tokens, and the longest word that WordPiece divides; a token of Unigram: an eighth."""
-TOKENIZER_TEXT_BYTES_MAX = 2**22
+TOKENIZER_TEXT_BYTES_MAX = 2**23
 """A text that a tokenizer gets, times the factor by which it may lengthen texts: the library takes 200 bytes for each."""
 TOKENIZER_ENTRIES_MAX = 2**21
 """Tokens in a tokenizer.json, and merges in it; the largest published one has 514,906 merges."""

@@ -66,10 +66,12 @@ _THETA_MAX = 2**40
 _ROPE_TYPES_TIMES_FACTOR = ("linear", "dynamic")
 _ROPE_ENTRY_BYTES = 4
 _STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_AFTER = ("post_processor", "decoder")
 _STEP_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
 _CHARACTERS = "precompiled_charsmap"
 _PAD_MULTIPLE_MAX = 256
-_UNICODE_GROWTH = {"NFC": 3.0, "NFD": 3.0, "NFKC": 11.0, "NFKD": 11.0}
+_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "BertNormalizer": 2, "ByteLevel": 2, "Metaspace": 3}
+"""Factor by which a step lengthens a text, by its type."""
 _OPERATOR = "ask the run's operator"
 
 
@@ -293,7 +295,7 @@ def read_tokenizer(folder: Path) -> float:
                 if fault := regex_fault(value):
                     raise LocalError(f"{path}: {printable(place)[:200]} {fault}; {_OPERATOR}")
             if isinstance(value, dict):
-                growth *= _growth(path, value)
+                growth *= 1.0 if part in _AFTER and value.get("type") in _GROWTH else _growth(path, value)
     if regexes > limits.TOKENIZER_REGEXES_MAX:
         raise LocalError(f"{path}: {regexes:,} expressions, above {limits.TOKENIZER_REGEXES_MAX}; {_OPERATOR}")
     if steps > limits.TOKENIZER_STEPS_MAX:
@@ -361,7 +363,7 @@ def _growth(path: Path, step: Mapping[str, Any]) -> float:
     if isinstance(text := step.get("prepend"), str):  # to each part between added tokens
         return max(1.0, len(text.encode()) / 4)
     if step.get("type") != "Replace":
-        return _UNICODE_GROWTH.get(str(step.get("type")), 1.0)
+        return _GROWTH.get(str(step.get("type")), 1)
     pattern, content = step.get("pattern"), step.get("content")
     given = pattern.get("String") if isinstance(pattern, dict) else None
     length = len(content.encode()) if isinstance(content, str) else 0
