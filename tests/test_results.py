@@ -73,7 +73,8 @@ output = Output(as_json="--json" in sys.argv)
 print("a library prints")
 os.write(1, b"a library writes\\n")
 subprocess.run(["echo", "a child prints"])
-raise SystemExit(output.finish([at_least("speed", 2.34567, 1.0), at_least("end", float("inf"), 1.0)]))
+rows = [{"row": "seed 1", "ours": 1.23456}, {"row": "seed 2", "ours": float("inf")}] if "--rows" in sys.argv else []
+raise SystemExit(output.finish([at_least("speed", 2.34567, 1.0), at_least("end", float("inf"), 1.0)], rows))
 """
 
 
@@ -90,6 +91,21 @@ def test_json_is_alone_on_stdout_whatever_else_prints() -> None:
     plain = subprocess.run([sys.executable, "-c", NOISY], cwd=BENCH, capture_output=True, text=True)
     assert "a library writes" in plain.stdout
     assert "ok   speed: 2.346, bar >= 1" in plain.stdout
+
+
+def test_a_record_keeps_the_rows_of_a_run_and_the_page_shows_them(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    noisy = tmp_path / "noisy.py"
+    noisy.write_text(f"import sys; sys.path.insert(0, {str(BENCH)!r})\n{NOISY}")
+    results.record([sys.executable, str(noisy), "--rows"], variant="drawn", notes="")
+    results.record([sys.executable, str(noisy)], variant="", notes="")
+    without, kept = sorted(results.read(tmp_path), key=lambda run: run.variant)
+    assert without.rows == ()
+    assert kept.rows == ({"row": "seed 1", "ours": 1.235}, {"row": "seed 2", "ours": None})
+    page = results.page([without, kept])
+    assert "| row | ours |\n|---|---|\n| seed 1 | 1.235 |\n| seed 2 | never |" in page
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

@@ -10,7 +10,7 @@ machine's cores, so a row that needs more megabytes per second than they can car
 
 `--draw` runs rows drawn from seeds (shaped/draws.py), this project and libtorrent by turns, once each, and simulates both on the
 same links; no row begins after `--minutes`. If either keeps the processors busier than BUSY_MAX, both run again on links half as
-fast. With `--sim` it only simulates: seconds a row.
+fast. With `--sim` it only simulates: seconds a row. The JSON has a row for each seed, times as multiples of its bound.
 """
 
 from __future__ import annotations
@@ -125,12 +125,13 @@ def drawn(seeds: Sequence[int], folder: Path, *, minutes: float) -> list[dict[st
         row, found = draw(seed), dict[str, Outcome]()
         if minutes and time.monotonic() - began_s < 60 * minutes:
             row, found = raced_on_links(row, folder)
-        line: dict[str, float | str] = {"row": row.name, "bound s": round(row.bound_s, 1)}
+        line: dict[str, float | str] = {"row": row.name, "bound s": round(row.bound_s, 1)}  # of the links it ran on
         line["simulated"] = round(simulate_row(row).last_ratio, 3)
         line["libtorrent simulated"] = round(simulate_row(row, is_bittorrent=True).last_ratio, 3)
         line |= {name: round(outcome.ratio, 3) for name, outcome in found.items()}
         if found:
-            line["processors busy"] = round(max(outcome.busy_share for outcome in found.values()), 2)
+            line |= {f"{name}: CPU s a receiver": round(one.cpu_receiver_s, 2) for name, one in found.items()}
+            line |= {f"{name}: processors busy": round(one.busy_share, 2) for name, one in found.items()}
         print(json.dumps(line), file=sys.stderr, flush=True)
         table.append(line)
     return table
@@ -186,7 +187,7 @@ def main() -> int:
         print("\n".join("  ".join(f"{name} {value}" for name, value in line.items()) for line in lines))
         checks = drawn_checks(lines, is_simulated=True)
         checks += [] if options.sim else drawn_checks(lines, is_simulated=False)
-        return output.finish(checks)
+        return output.finish(checks, lines)
     table: list[tuple[str, ...]] = [COLUMNS]
     if options.crossing:
         for row in rows.CROSSING:

@@ -1,6 +1,7 @@
 """Bars of the benchmarks: each value with its bar, as lines of text or as JSON alone on stdout.
 
-`--json` of every benchmark prints exactly {"checks": [{"name", "value", "bar", "ok"}, ...]}. `results.py record` reads that.
+`--json` of every benchmark prints exactly {"checks": [{"name", "value", "bar", "ok"}, ...]}, and "rows" where a benchmark has
+such: what its checks are computed from. `results.py record` reads that.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,21 @@ class Output:
             self._json_fd = os.dup(1)
             os.dup2(2, 1)
 
-    def finish(self, checks: Sequence[Check]) -> int:
-        """Print the checks. Return the exit code: 1 where a bar was missed (stretch aims do not count)."""
+    def finish(self, checks: Sequence[Check], rows: Sequence[Mapping[str, float | str]] = ()) -> int:
+        """Print the checks, as JSON with the rows. Return the exit code: 1 where a bar was missed (stretch aims do not count)."""
         if self._json_fd is None:
             for check in checks:
                 print(f"{'ok  ' if check.ok else 'MISS'} {check.name}: {check.value:,.4g}, bar {check.bar}")
         else:
             sys.stdout.flush()
             with os.fdopen(self._json_fd, "w") as file:
-                rows = [{**asdict(check), "value": digits(check.value)} for check in checks]
-                file.write(json.dumps({"checks": rows}, allow_nan=False) + "\n")
+                found: dict[str, Any] = {
+                    "checks": [{**asdict(check), "value": digits(check.value)} for check in checks]
+                }
+                if rows:
+                    found["rows"] = [
+                        {name: value if isinstance(value, str) else digits(value) for name, value in row.items()}
+                        for row in rows
+                    ]
+                file.write(json.dumps(found, allow_nan=False) + "\n")
         return 0 if all(check.ok or "stretch" in check.name for check in checks) else 1

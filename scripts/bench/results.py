@@ -59,6 +59,8 @@ class Run:
     notes: str
     """The machine's load, and what the figures do not show."""
     checks: tuple[dict[str, Any], ...]
+    rows: tuple[dict[str, Any], ...] = ()
+    """What the checks are computed from, by column, for a benchmark that prints it."""
 
     @property
     def title(self) -> str:
@@ -70,7 +72,7 @@ def read(folder: Path = RESULTS) -> list[Run]:
     runs = []
     for path in sorted(folder.glob("*.json"), key=lambda path: (len(path.stem), path.stem)):
         found = json.loads(path.read_text(encoding="utf-8"))
-        runs.append(Run(**{**found, "checks": tuple(found["checks"])}))
+        runs.append(Run(**{**found, "checks": tuple(found["checks"]), "rows": tuple(found.get("rows", ()))}))
     return sorted(runs, key=lambda run: run.date)
 
 
@@ -116,7 +118,18 @@ def page(runs: list[Run]) -> str:
     for run in sorted(used, key=lambda run: number[id(run)]):
         row = (str(number[id(run)]), run.title, run.date, run.commit, f"`{run.command}`", run.machine, run.notes)
         lines.append("| " + " | ".join(row) + " |")
+    for run in used:
+        if run.rows:
+            columns = list(dict.fromkeys(column for row in run.rows for column in row))
+            lines += ["", f"## {run.title}: rows of run {number[id(run)]}", "", "| " + " | ".join(columns) + " |"]
+            lines.append("|" + "---|" * len(columns))
+            lines += ["| " + " | ".join(cell(row.get(column, "")) for column in columns) + " |" for row in run.rows]
     return "\n".join(lines) + "\n"
+
+
+def cell(value: float | str | None) -> str:
+    """Return a cell of a row as the page prints it."""
+    return value if isinstance(value, str) else shown(value)
 
 
 def machine() -> str:
@@ -135,7 +148,8 @@ def record(command: list[str], *, variant: str, notes: str) -> Path:
     load = os.getloadavg()[0]
     result = subprocess.run([*command, *([] if "--json" in command else ["--json"])], stdout=subprocess.PIPE, text=True)
     try:
-        checks = json.loads(result.stdout)["checks"]
+        printed = json.loads(result.stdout)
+        checks = printed["checks"]
     except (ValueError, KeyError, TypeError) as e:
         raise SystemExit(
             f"{bench} ended with {result.returncode} and printed no checks: {result.stdout[:200]!r}"
@@ -153,6 +167,7 @@ def record(command: list[str], *, variant: str, notes: str) -> Path:
         "machine": machine(),
         "notes": "; ".join(filter(None, [f"load {load:.1f} before the run", notes])),
         "checks": checks,
+        **({"rows": printed["rows"]} if "rows" in printed else {}),
     }
     name = "-".join(filter(None, [bench, variant, date])).replace(" ", "-")
     path, count = RESULTS / f"{name}.json", 1
