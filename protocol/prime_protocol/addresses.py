@@ -11,12 +11,15 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 GLOBAL, LOOPBACK = "global", "loopback"
 ULA_PREFIX_BITS = 48
 """Prefix length of one site's unique local addresses (RFC 4193)."""
 
+REMEMBERED = 4_096
+"""Addresses whose meaning is cached: a list of peers names the same ones again and again."""
 NETWORK_BITS = {4: 24, 6: 48}
 """Prefix length that one owner of addresses usually has, by IP version."""
 
@@ -77,6 +80,7 @@ def is_name(host: str) -> bool:
     return parse_ip(host) is None and not host.rstrip(".").rpartition(".")[2][:1].isdigit()
 
 
+@lru_cache(REMEMBERED)
 def place_of(host: str) -> str | None:
     """Return the network inside which an IP address identifies one machine: GLOBAL, LOOPBACK, or a network.
 
@@ -127,6 +131,7 @@ def may_be_named(host: str, *, between: Iterable[str]) -> bool:
     return {place_of(one) for one in between} in ({place}, {LOOPBACK})
 
 
+@lru_cache(REMEMBERED)
 def endpoint_of(address: str) -> Endpoint | None:
     """Return the endpoint of an HTTP address or a TCP multiaddr, including circuit addresses.
 

@@ -131,6 +131,7 @@ def drawn(seeds: Sequence[int], folder: Path, *, minutes: float) -> list[dict[st
         line |= {name: round(outcome.ratio, 3) for name, outcome in found.items()}
         if found:
             line |= {f"{name}: CPU s a receiver": round(one.cpu_receiver_s, 2) for name, one in found.items()}
+            line["links made"] = found[OURS].linked_share or 0.0
             line |= {f"{name}: processors busy": round(one.busy_share, 2) for name, one in found.items()}
         print(json.dumps(line), file=sys.stderr, flush=True)
         table.append(line)

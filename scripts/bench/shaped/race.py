@@ -32,6 +32,9 @@ LOOK_S = 0.1
 """Seconds between readings of the links' traffic."""
 START_S = 4.0
 """Seconds that each further process may add to the start of all, on two slow cores."""
+QUIET_SHARE, QUIET_LOOK_S, QUIET_S_MAX = 0.25, 0.5, 15.0
+"""Share of the processors below which a race begins, seconds over which it is measured, and the longest wait for it. What a
+program does once, at its start, is no part of a broadcast to programs that run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,8 @@ class Outcome:
     """TCP segments that were sent again, of all that all hosts sent."""
     busy_share: float = 0.0
     """Share of this machine's processor time that anything used, from the start until the last one was done."""
+    linked_share: float | None = None
+    """Of the links that receivers could make, those that were made before the start; None for programs that do not say."""
     excess: dict[str, float] = field(default_factory=dict)
     """excess.py: parts of the ratio beyond one."""
 
@@ -139,6 +144,7 @@ class Outcome:
             "rss_receiver_mb": round(self.rss_receiver_mb),
             "resent_share": round(self.resent_share, 4),
             "busy_share": round(self.busy_share, 3),
+            "linked_share": self.linked_share,
             "excess": self.excess,
         }
 
@@ -164,6 +170,16 @@ def processor_time_s() -> tuple[float, float]:
     spent = user + nice + system + idle + waits + sum(others)
     ticks = os.sysconf("SC_CLK_TCK")
     return (spent - idle - waits) / ticks, spent / ticks
+
+
+def wait_until_quiet() -> None:
+    """Wait until little uses this machine's processors, QUIET_S_MAX at most: other programs may keep them busy."""
+    end_s, (used_s, spent_s) = time.monotonic() + QUIET_S_MAX, processor_time_s()
+    share = 1.0
+    while share > QUIET_SHARE and time.monotonic() < end_s:
+        time.sleep(QUIET_LOOK_S)
+        (before_used_s, before_spent_s), (used_s, spent_s) = (used_s, spent_s), processor_time_s()
+        share = (used_s - before_used_s) / max(spent_s - before_spent_s, 1e-3)
 
 
 def run(
@@ -207,7 +223,13 @@ class _Race:
         on_time = [host for host in receivers if host.index not in faults.late]
         for host in on_time:
             self._start(host)
+        self._wait_until_ready(on_time, "up", "ready")
+        (self._work / "everyone").touch()
         self._wait_until_ready(on_time)
+        noted = [note for host in on_time if (note := self._folder(host.index) / "linked").exists()]
+        if noted:
+            self._outcome.linked_share = round(sum(float(note.read_text()) for note in noted) / len(noted), 3)
+        wait_until_quiet()
         with beside(self._network):
             before = [self._network.bytes_sent_and_received(host) for host in self._network.hosts]
             cpu_before = {index: process.cpu_so_far_s() for index, process in self._processes.items()}
@@ -260,6 +282,7 @@ class _Race:
             "digest": self._digest,
             "out": str(folder / "out.bin"),
             "shared": str(self._work / "shared"),
+            "everyone": str(self._work / "everyone"),
             "go": str(self._work / "go"),
             "over": str(self._work / "over"),
             "origin": self._network.hosts[0].address,
@@ -280,10 +303,10 @@ class _Race:
         others = [one for one in self._network.hosts if one is not host and one.index not in self._row.faults.late]
         return sum(can_connect(host.link.nat, other.link.nat) for other in others)
 
-    def _wait_until_ready(self, hosts: Sequence[Host]) -> None:
-        end_s = time.monotonic() + 60 + START_S * len(hosts)
+    def _wait_until_ready(self, hosts: Sequence[Host], *markers: str) -> None:
+        end_s = time.monotonic() + 120 + START_S * len(hosts)
         for host in hosts:
-            while not (self._folder(host.index) / "ready").exists():
+            while not any((self._folder(host.index) / marker).exists() for marker in markers or ("ready",)):
                 if self._processes[host.index].poll() is not None or time.monotonic() > end_s:
                     log = (self._folder(host.index) / "log").read_text()[-2_000:]
                     raise RuntimeError(f"{self._system.name}, host {host.index} does not become ready:\n{log}")

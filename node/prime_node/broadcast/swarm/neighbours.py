@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 REST_S_MIN, REST_S_MAX = 1.0, 300.0
 LOOK_S = 1.0
 """Seconds between checks for links to make."""
+AT_ONCE_MAX, SLOW_S = 8, 3.0
+"""Links being made at the same time, and seconds after which one no longer counts. Dozens at once, of each newcomer, made
+handshakes and holes time out on a busy machine, and be tried again."""
 LINE_MS = 100
 """Shortest mean time between two notifications of a link, in milliseconds. An honest peer sends no more."""
 RUNS_PER_MS, PIECES_PER_MS = 4, 10_000
@@ -79,6 +82,8 @@ class Neighbours:
         self._links: dict[KeyId, PeerLink] = {}
         self._tasks: dict[KeyId, asyncio.Task[None]] = {}
         self._rests: dict[KeyId, _Rest] = {}
+        self._begun_s: dict[KeyId, float] = {}
+        """Times at which links were begun from which nothing has come yet."""
         self._wake = asyncio.Event()
 
     @property
@@ -122,11 +127,16 @@ class Neighbours:
         }
         above = parents(self._directory.me, self._directory.records, self._directory.run_digest, self._rules)
         first = [waiting.pop(peer) for peer in above if peer in waiting]
-        room = max(0, self._rules.neighbours_max - len(self._tasks) - len(first))
-        for record in [*first, *self._rng.sample(list(waiting.values()), min(room, len(waiting)))]:
+        num_slow = sum(now_s - begun_s >= SLOW_S for begun_s in self._begun_s.values())
+        free = AT_ONCE_MAX + num_slow - len(self._begun_s)
+        room = min(free, self._rules.neighbours_max - len(self._tasks))
+        for record in [*first, *self._rng.sample(list(waiting.values()), len(waiting))]:
+            if room <= 0 and record not in first:
+                break
             link = self._connect(record)
             if link is not None:
-                self._links[record.peer] = link
+                room -= 1
+                self._links[record.peer], self._begun_s[record.peer] = link, now_s
                 self._tasks[record.peer] = asyncio.create_task(self._listen(record.peer, link))
 
     async def _listen(self, peer: KeyId, link: PeerLink) -> None:
@@ -137,6 +147,8 @@ class Neighbours:
             async for updates in link.updates():
                 self._heard(named, updates)
                 self._rests.pop(peer, None)
+                if self._begun_s.pop(peer, None) is not None:
+                    self._wake.set()
                 self._pool.add(named)
                 await pace.take(_work_ms(updates))  # further lines wait unread
         except (RemoteError, Unreachable) as error:
@@ -148,6 +160,8 @@ class Neighbours:
             self._pool.remove(peer)
             self._links.pop(peer, None)
             self._tasks.pop(peer, None)
+            if self._begun_s.pop(peer, None) is not None:
+                self._wake.set()
             await link.close()
 
     def _heard(self, named: NamedSource, updates: PeerUpdate) -> None:

@@ -16,13 +16,19 @@ def description() -> SimpleNamespace:
 
 
 def mark(name: str) -> None:
-    """`ready`: set up, waiting for `go`. `done`: holds the whole file, verified and written."""
+    """`up`: others may link to it. `ready`: set up, waiting for `go`. `done`: holds the whole file, verified and written."""
     Path(name).touch()
 
 
 def wait_for_go(node: SimpleNamespace) -> None:
     while not Path(node.go).exists():
         time.sleep(0.003)
+
+
+async def until_everyone(node: SimpleNamespace) -> None:
+    """Wait until all that are there from the start are up."""
+    while not Path(node.everyone).exists():  # noqa: ASYNC110, ASYNC240 - a file sends no notification
+        await asyncio.sleep(0.05)
 
 
 async def until_go(node: SimpleNamespace) -> None:

@@ -11,11 +11,12 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import uvloop
-from marks import description, mark, until_go, wait_until_over
+from marks import description, mark, until_everyone, until_go, wait_until_over
 
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
@@ -33,8 +34,8 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.manifest import open_manifest
 from prime_protocol.run_spec import open_run_spec
 
-LINK_S_MAX = 30.0
-"""Seconds after which a receiver begins even if it has not linked to all others."""
+LINK_S_MAX, LINKS_S_MAX = 20.0, 120.0
+"""Seconds without a further link, and seconds at all, after which a receiver begins, even if it has not linked to all others."""
 NODE = description()
 POLICY = Path(NODE.file).parent
 RUN_ENVELOPE = open_envelope((POLICY / "run").read_bytes())
@@ -55,6 +56,7 @@ async def publish(node: SimpleNamespace) -> None:
         port=node.port,
         requests_per_second=1e9,
         faults_per_second=1e9,
+        seeders=[key_of(number).key_id for number in range(1, len(node.receivers) + 1)],  # members, as workers are
         **node.options.get("coordinator", {}),
     )
     network = meeting_place(node)
@@ -78,6 +80,11 @@ async def publish(node: SimpleNamespace) -> None:
             await until_go(node)
             await seeding.publish(envelope)
             await daemon
+
+
+def key_of(number: int) -> SigningKey:
+    """Return the key of a receiver."""
+    return SigningKey(bytes([100 + number]) * 32)
 
 
 def meeting_place(node: SimpleNamespace) -> PeerNetwork | None:
@@ -106,7 +113,7 @@ async def receive(node: SimpleNamespace) -> None:
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_bytes(CONFIG_JSON)
     settings = WorkerConfig(swarm=swarm_config(node, is_seeder=False))
-    key = SigningKey(bytes([100 + node.index]) * 32)
+    key = key_of(node.index)
     url = f"http://{node.origin}:{node.port}"
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(
@@ -118,9 +125,10 @@ async def receive(node: SimpleNamespace) -> None:
         if node.poisoned:
             poison(peer)
         task = asyncio.create_task(follower.follow())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LINK_S_MAX if node.is_on_time else 0):
-                await linked(peer, node.num_links)
+        mark("up")
+        await until_everyone(node)
+        if node.is_on_time:
+            await linked(peer, min(node.num_links, settings.swarm.neighbours_max))
         directory.ASK_S_MAX = 30.0  # as for a worker that knows all peers
         gc.freeze()  # as lifetime.py does for a role that has run for a minute
         mark("ready")
@@ -140,14 +148,16 @@ async def seed(node: SimpleNamespace) -> None:
     (folder / "model").mkdir(parents=True)
     (folder / "model" / "config.json").write_bytes(CONFIG_JSON)
     settings = WorkerConfig(swarm=swarm_config(node, is_seeder=False))
-    key = SigningKey(bytes([100 + node.index]) * 32)
+    key = key_of(node.index)
     url = f"http://{node.origin}:{node.port}"
     async with (
         HttpClient(url, run=RUN.digest, clock=SystemClock(), key=key, bounds=RUN.spec.limits) as client,
         wire_swarm.seeder(RUN, key, client, folder, settings) as (mirror, peer),
     ):
         task = asyncio.create_task(mirror.follow())
-        await linked(peer, node.num_links)
+        mark("up")
+        await until_everyone(node)
+        await linked(peer, min(node.num_links, settings.swarm.neighbours_max))
         mark("ready")
         while mirror.seed_store.newest < 0:  # noqa: ASYNC110 - it notifies its peers, not this process
             await asyncio.sleep(0.004)
@@ -200,9 +210,15 @@ class _Lying:
 
 
 async def linked(peer: Peer, count: int) -> None:
+    """Wait for so many links, or until there are no more to come, and leave a note of the share that was made."""
     assert peer.neighbours is not None
-    while len(peer.neighbours.linked) < count:  # noqa: ASYNC110 - links send no notification
-        await asyncio.sleep(0.02)
+    most, end_s = 0, time.monotonic() + LINKS_S_MAX
+    give_up_s = time.monotonic() + LINK_S_MAX
+    while (made := len(peer.neighbours.linked)) < count and time.monotonic() < min(give_up_s, end_s):
+        if made > most:
+            most, give_up_s = made, time.monotonic() + LINK_S_MAX
+        await asyncio.sleep(0.1)
+    Path("linked").write_text(str(min(1.0, made / max(1, count))))  # noqa: ASYNC240 - a few bytes, before the race
 
 
 def write_out(node: SimpleNamespace, parts: PartStore) -> None:
