@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from prime_lab.simulated_swarm import Result, SimulatedSwarm
 from prime_node.broadcast.swarm.choker import Choker, UploadTurn
 from prime_node.broadcast.swarm.download import TREE_S_MAX
 from prime_node.broadcast.swarm.picker import Picker
-from prime_node.broadcast.swarm.topology import Topology, neighbours, share_of, topology_for
+from prime_node.broadcast.swarm.topology import Topology, TopologyRules, parents, share_of, topology_for
 
 ORIGIN = 0
 
@@ -359,3 +359,13 @@ class Simulation:
             other.picker.has(node.name, updates)
             if updates & other.picker.unasked:
                 self._ask(other, node.index)
+
+
+def neighbours(
+    me: str, peers: Collection[str], run: str, *, topology: Topology, rules: TopologyRules, rng: random.Random
+) -> list[str]:
+    """Return the peers to ask for a file."""
+    if topology is Topology.TREE:
+        return parents(me, peers, run, rules)
+    others = sorted(set(peers) - {me})
+    return others if len(others) <= rules.neighbours_max else rng.sample(others, rules.neighbours_max)

@@ -19,6 +19,7 @@ from prime_node.broadcast.audit.audit import audit
 from prime_node.broadcast.audit.safetensors_file import read_weights
 from prime_node.broadcast.seed.seeder import Seeder
 from prime_node.broadcast.swarm.peer import Peer
+from prime_node.broadcast.swarm.piece_sets import span
 from prime_node.cli import wire, wire_swarm
 from prime_node.cli.fetch import fetch_policy
 from prime_node.worker.config import WorkerConfig
@@ -75,7 +76,7 @@ async def test_a_trainer_that_starts_again_seeds_what_it_had_published(tmp_path:
         again, _ = wire_swarm.trainer_seeding(run, TRAINER, client, LOCAL, tmp_path / "trainer")
         await again.restore()
         assert again.seed_store.newest == 1
-        assert sum(held_encoding.is_whole for held_encoding in again.have_set) == 2
+        assert sum(one.has == span(0, len(one.pieces)) for one in again.have_set) == 2
         assert again.seed_store.manifest_at_hand(0) == first.envelope
 
 
@@ -91,7 +92,7 @@ async def test_what_a_disk_has_damaged_is_not_seeded_again(tmp_path: Path) -> No
         again, _ = wire_swarm.trainer_seeding(run, TRAINER, client, LOCAL, tmp_path / "trainer")
         await again.restore()
         assert again.seed_store.newest == 0
-        assert sum(held_encoding.is_whole for held_encoding in again.have_set) == 1
+        assert sum(one.has == span(0, len(one.pieces)) for one in again.have_set) == 1
 
 
 async def test_a_part_that_is_removed_under_a_seeder_is_stored_again(

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from prime_node.broadcast.swarm.topology import Topology, TopologyRules, neighbours, parents, share_of, topology_for
+from prime_lab.network import neighbours
+from prime_node.broadcast.swarm.topology import Topology, TopologyRules, parents, share_of, topology_for
 
 RULES = TopologyRules()
 PEERS = [f"peer-{number}" for number in range(300)]

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from prime_node.broadcast.swarm.piece_sets import PieceSet, num_runs, runs, span, spans
+from prime_node.broadcast.swarm.piece_sets import PieceSet, num_runs, runs, spans
 from prime_node.ports.clock import Clock
 from prime_protocol import limits
 from prime_protocol.manifest import Encoding
@@ -66,11 +66,6 @@ class HeldEncoding:
             start = self._ends[place][1]
             place += 1
         return True
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all pieces are stored."""
-        return self.has == span(0, len(self.pieces))
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,9 +127,8 @@ class Neighbours:
         }
         above = parents(self._directory.me, self._directory.records, self._directory.run_digest, self._rules)
         first = [waiting.pop(peer) for peer in above if peer in waiting]
-        num_slow = sum(now_s - begun_s >= SLOW_S for begun_s in self._begun_s.values())
-        free = AT_ONCE_MAX + num_slow - len(self._begun_s)
-        room = min(free, self._rules.neighbours_max - len(self._tasks))
+        num_begun = sum(now_s - begun_s < SLOW_S for begun_s in self._begun_s.values())
+        room = min(AT_ONCE_MAX - num_begun, self._rules.neighbours_max - len(self._tasks))
         for record in [*first, *self._rng.sample(list(waiting.values()), len(waiting))]:
             if room <= 0 and record not in first:
                 break

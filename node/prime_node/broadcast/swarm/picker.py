@@ -186,10 +186,6 @@ class Picker:
         """Return the sources without open requests."""
         return [name for name, source in self._sources.items() if not source.open]
 
-    def rate_bytes_s(self, name: str) -> float | None:
-        """Return the measured rate of a source; None before its first piece."""
-        return self._sources[name].rate_bytes_s
-
     # Events
 
     def pick(self, name: str, now_s: float) -> int | None:

@@ -10,7 +10,6 @@ salt is the run, so its connections last from one delta to the next; a file's sh
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
@@ -62,16 +61,6 @@ def parents(me: str, peers: Collection[str], run: str, rules: TopologyRules) -> 
         place = (place - 1) // rules.fan_out
         found.append(order[place])
     return found
-
-
-def neighbours(
-    me: str, peers: Collection[str], run: str, *, topology: Topology, rules: TopologyRules, rng: random.Random
-) -> list[str]:
-    """Return the peers to ask for a file."""
-    if topology is Topology.TREE:
-        return parents(me, peers, run, rules)
-    others = sorted(set(peers) - {me})
-    return others if len(others) <= rules.neighbours_max else rng.sample(others, rules.neighbours_max)
 
 
 def share_of(me: str, peers: Collection[str], file: str) -> tuple[float, float]:
