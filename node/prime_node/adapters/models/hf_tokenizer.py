@@ -21,6 +21,7 @@ from prime_node.adapters.models.model_folder import TOKENIZER_FILE, read_config,
 from prime_protocol import limits
 from prime_protocol.errors import LocalError
 
+_DECODED_CHARS_MAX = 8 * limits.TOKENIZER_TEXT_BYTES_MAX
 _MARKER = "\N{LEFT WHITE SQUARE BRACKET}text\N{RIGHT WHITE SQUARE BRACKET}"
 
 
@@ -67,10 +68,8 @@ class HfTokenizer:
         return self._bounded.encode(text)
 
     def decode(self, token_ids: list[int]) -> str:
-        """Decode tokens. Raises ValueError if the library fails on them."""
-        with panics_raised():
-            text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
+        """Decode tokens. Raises ValueError if the library fails on them, or would take too much memory."""
+        return self._bounded.decode(token_ids)
 
 
 class BoundedTokenizer:
@@ -93,6 +92,18 @@ class BoundedTokenizer:
         with panics_raised():
             ids: list[int] = self.library.encode(text, add_special_tokens=False).ids
         return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Decode tokens, without special ones. Raises ValueError if their text is too long, or if the library fails on them."""
+        if len(token_ids) * limits.TOKENIZER_WORD_CHARS_MAX * self._growth > _DECODED_CHARS_MAX:
+            chars = sum(len(self.library.id_to_token(one) or "") for one in token_ids)
+            if chars * self._growth > _DECODED_CHARS_MAX:
+                raise ValueError(
+                    f"the text of {len(token_ids):,} tokens may be above {_DECODED_CHARS_MAX:,} characters"
+                )
+        with panics_raised():
+            text: str = self.library.decode(token_ids, skip_special_tokens=True)
+        return text
 
 
 @contextlib.contextmanager

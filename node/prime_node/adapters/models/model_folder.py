@@ -362,6 +362,8 @@ def _growth(path: Path, step: Mapping[str, Any]) -> float:
         return max(1.0, sum(isinstance(piece, dict) and "Sequence" in piece for piece in step["single"]))
     if isinstance(text := step.get("prepend"), str):  # to each part between added tokens
         return max(1.0, len(text.encode()) / 4)
+    if "" in (step.get("suffix"), step.get("word_delimiter_token")):  # replaced by a blank between all characters
+        return 2.0
     if step.get("type") != "Replace":
         return _GROWTH.get(str(step.get("type")), 1)
     pattern, content = step.get("pattern"), step.get("content")

@@ -1,0 +1,49 @@
+"""A hostile tokenizer that its checks accept still makes texts longer: none that would take much memory is encoded or decoded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.tiny_model_world import write_tiny_model
+
+from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_protocol import limits
+from prime_protocol.errors import LocalError
+
+SHOWN, SHOWN_TOO = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path, hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64)
+
+
+def change(path: Path, **entries: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | entries))
+
+
+def test_no_tokenizer_repeats_or_cuts_a_text_or_makes_it_too_long(folder: Path) -> None:
+    """Before, one text of 131,000 characters took 400 GiB, by a stride or a template that repeats it."""
+    plain = HfTokenizer(folder).encode("sun " * 10)
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    often = {"type": "TemplateProcessing", "single": [SHOWN] * 100, "pair": [SHOWN, SHOWN_TOO], "special_tokens": {}}
+    change(folder / "tokenizer.json", truncation=cut, post_processor=often)
+    tokenizer = HfTokenizer(folder)
+    assert tokenizer.encode("sun " * 10) == plain
+    with pytest.raises(ValueError, match=r"times as long"):
+        tokenizer.encode("a" * (limits.TOKENIZER_TEXT_BYTES_MAX // 200 + 1))
+    (folder / "chat_template.jinja").write_text("x" * 90_000 + "{{ messages[0].content }}")
+    with pytest.raises(LocalError, match="90,000 bytes"):
+        HfTokenizer(folder)
+
+
+def test_no_tokens_are_decoded_to_a_text_that_fills_the_memory(folder: Path) -> None:
+    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    change(folder / "tokenizer.json", decoder={"type": "Sequence", "decoders": [level, grow]})
+    tokenizer = HfTokenizer(folder)
+    assert tokenizer.decode([97] * 1_000) == "a" * 100_000
+    with pytest.raises(ValueError, match="tokens may be above"):
+        tokenizer.decode([97] * 400_000)
