@@ -2,8 +2,8 @@
 
 thousands.py runs this. The daemon (SQLite, folders) and the gateways are processes; the load comes from this one, over kept
 connections, with everything signed in advance. On a machine of two cores all of them share these, so requests a second say
-little; the writer's processor time says how many gateways it could serve. Gateways store
-bundles themselves, as they do in a bucket.
+little; the writer's processor time says how many gateways it could serve. Gateways store bundles themselves, as they do in a
+bucket, and get those of the leases that they passed on, since a client stays with its address.
 
 The writer commits at most every 5 ms, and gateways send eight heartbeats in one call. How many leases share a commit depends on
 the machine: compare two releases by turns on one.
@@ -97,7 +97,8 @@ def measure_gateways(folder: Path, *, quick: bool) -> list[Check]:
             ask = LeaseRequest(policy_version=0, policy_digest=digest, rollouts_max=8)
             asks = [asked("/v1/lease", ask, WORKERS[i % CONNECTIONS], epoch) for i in range(num_uploads)]
             found[f"leases, {name}"] = measured(ports, writer, asks)
-            uploads = make_uploads(port, digest, epoch, num_uploads)
+            each = [make_uploads(one, digest, epoch, num_uploads // len(ports)) for one in ports]
+            uploads = [upload for several in zip(*each, strict=True) for upload in several]
             found[f"uploads of {BODY_BYTES // 1_024} KiB, {name}"] = measured(ports, writer, uploads)
     for name, (per_s, writer_us) in found.items():
         print(f"{name}: {per_s:,.0f}/s, {writer_us:,.0f} us of the writer's processor", flush=True)

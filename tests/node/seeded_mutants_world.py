@@ -81,7 +81,7 @@ MUTANTS = (
         CLIENT,
         "LinkClient._take",
         (("answer.set_exception(fault_of(frame.head))", "pass"),),
-        15,
+        7,
     ),
     Mutant(
         "a streamed body loses a byte", CLIENT, "LinkClient._pieces", (("yield frame.body", "yield frame.body[1:]"),), 3

@@ -127,6 +127,7 @@ async def test_a_policy_that_comes_in_a_gap_between_terms_is_published_and_nothi
         await world.publish()
 
 
+@pytest.mark.timeout(180)  # with the start of the server, which a busy machine may delay
 async def test_a_standby_waits_while_no_host_takes_writes_and_ends_with_the_error_of_a_thread_that_failed(
     postgres: PostgresServer,
 ) -> None:

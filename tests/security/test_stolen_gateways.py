@@ -44,6 +44,11 @@ async def test_a_gateway_cannot_replace_the_bundle_of_another_worker(tmp_path: A
         async def nothing() -> bytes:  # the bundle is in the shared storage
             return b""
 
+        claimed = HeldParcel("c" * 64, len(honest), opened.envelope.signatures[0].signature, nothing, is_stored=True)
+        with pytest.raises(RemoteError, match="stores bundles elsewhere"):
+            await link.ask(
+                ForwardedCall("/v1/rollouts", signer=BEN.key_id, body=opened.envelope.payload, parcel=claimed)
+            )
         for named, fetch in ((bundle, other_bytes), (bundle, same_bytes), (bundle, nothing), ("b" * 64, same_bytes)):
             held = HeldParcel(named, len(honest), opened.envelope.signatures[0].signature, fetch)
             call = ForwardedCall("/v1/rollouts", signer=BEN.key_id, body=opened.envelope.payload, parcel=held)

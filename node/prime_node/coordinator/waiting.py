@@ -53,7 +53,7 @@ class _Line:
 
     def call_behind(self, number: int, is_left: Left) -> None:
         """If anything is left, wake the next waiter that is not awake already."""
-        if not is_left():
+        if not self._numbers or not is_left():
             return
         for place in range(bisect_right(self._numbers, number), len(self._numbers)):
             call = self._calls[self._numbers[place]]

@@ -31,6 +31,8 @@ class HeldParcel:
     fetch: Callable[[], Awaitable[bytes]]
     """Function that makes it durable where the writer reads bundles, and then returns b""; or returns the parcel for the writer
     to store. Raises RemoteError or OSError."""
+    is_stored: bool = False
+    """Whether `fetch` has made it durable already, so that the writer need not ask for it."""
 
 
 @carrier(frozen=True, slots=True)

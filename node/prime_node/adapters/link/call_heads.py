@@ -36,6 +36,7 @@ class CallHead(BaseModel):
     headers: _Texts = Field(default_factory=dict)
     claimant: Literal[""] | KeyId = ""
     parcel: _Parcel | None = None
+    stored: bool = False
 
 
 def call_of(frame: LinkFrame, want: Callable[[int], Awaitable[bytes]]) -> ForwardedCall:
@@ -44,10 +45,16 @@ def call_of(frame: LinkFrame, want: Callable[[int], Awaitable[bytes]]) -> Forwar
         head = vars(CallHead.model_validate(frame.head))
     except ValidationError:
         raise RemoteError(ErrorCode.MALFORMED, "a call of a gateway whose head is not valid") from None
+    is_stored = head.pop("stored")
     if head["parcel"] is not None:
         digest, num_bytes, signature = head["parcel"]
-        head["parcel"] = HeldParcel(digest, num_bytes, bytes.fromhex(signature), partial(want, frame.call))
+        fetch = _nothing if is_stored else partial(want, frame.call)
+        head["parcel"] = HeldParcel(digest, num_bytes, bytes.fromhex(signature), fetch, is_stored)
     return ForwardedCall(**head, body=frame.body)
+
+
+async def _nothing() -> bytes:
+    return b""
 
 
 def answer_head(answer: ForwardedAnswer) -> dict[str, object]:

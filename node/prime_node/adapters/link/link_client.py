@@ -320,6 +320,8 @@ def call_head(call: ForwardedCall) -> dict[str, object]:
     found: dict[str, object] = {"path": call.path, "address": call.address, "signer": call.signer}
     if call.parcel is not None:
         found["parcel"] = [call.parcel.digest, call.parcel.num_bytes, call.parcel.signature.hex()]
+        if call.parcel.is_stored:
+            found["stored"] = True
     if call.claimant:
         found["claimant"] = call.claimant
     return found | {

@@ -27,6 +27,7 @@ from prime_protocol import limits
 from prime_protocol.body_claim import CLAIM_HEADER, open_claim, parse_claim, read_claim
 from prime_protocol.envelope import Envelope
 from prime_protocol.errors import LimitExceeded
+from prime_protocol.limits import Limits
 from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX
 
 NETWORKS_PER_CLASS = 4
@@ -126,16 +127,21 @@ class BodyChecks:
                 BodyShare(f"key {signer}", all_max // 2, limits.BODIES_EACH_MAX),
                 BodyShare("the run's own keys", all_max, limits.HTTP_CONNECTIONS_MAX),
             )
-        each_max = 2 * (bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
-        all_max = max(limits.MEMBERS_BODY_BYTES_MAX, each_max)
-        shares = (
-            BodyShare(f"key {signer}", each_max, limits.BODIES_EACH_MAX),
-            BodyShare("members", all_max, limits.HTTP_CONNECTIONS_MAX),
-        )
-        if self.callers.is_trusted(network):
-            return shares
-        network_max = max(all_max // NETWORKS_PER_CLASS, each_max)
-        return (*shares, BodyShare(f"members at {network}", network_max, limits.HTTP_CONNECTIONS_MAX))
+        return member_shares(signer, network, bounds, self.callers)
+
+
+def member_shares(worker: str, network: str, bounds: Limits, callers: Callers) -> tuple[BodyShare, ...]:
+    """Return the shares that the body of a worker counts against."""
+    each_max = 2 * (bounds.rollout_bytes_max + PARCEL_OVERHEAD_BYTES_MAX)
+    all_max = max(limits.MEMBERS_BODY_BYTES_MAX, each_max)
+    shares = (
+        BodyShare(f"key {worker}", each_max, limits.BODIES_EACH_MAX),
+        BodyShare("members", all_max, limits.HTTP_CONNECTIONS_MAX),
+    )
+    if callers.is_trusted(network):
+        return shares
+    network_max = max(all_max // NETWORKS_PER_CLASS, each_max)
+    return (*shares, BodyShare(f"members at {network}", network_max, limits.HTTP_CONNECTIONS_MAX))
 
 
 def _of_stranger(num_bytes: int, network: str) -> BodyAdmission:

@@ -53,7 +53,7 @@ from prime_protocol.requests import UploadUrlRequest
 
 log = logging.getLogger(__name__)
 
-HEALTH_PATH, HEARTBEAT_PATH, UPLOAD_PATH = "/healthz", "/v1/heartbeat", "/v1/rollouts"
+HEALTH_PATH, HEARTBEAT_PATH, LEASE_PATH, UPLOAD_PATH = "/healthz", "/v1/heartbeat", "/v1/lease", "/v1/rollouts"
 READY_PATH = "/readyz"
 """Answered with 200 by a coordinator that leads, with 503 by a standby: for load balancers."""
 STORAGE_RETRY_S = 5.0

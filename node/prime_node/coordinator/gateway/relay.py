@@ -11,6 +11,7 @@ time that strangers share. Equal requests for public documents that wait at the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from prime_node.coordinator.api.blobs import BlobReader
+from prime_node.coordinator.api.body_checks import member_shares
 from prime_node.coordinator.api.callers import HEADER as FORWARDED_FOR_HEADER
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.forwarded import admission_of_json
@@ -27,6 +29,7 @@ from prime_node.coordinator.api.requests import verify_request
 from prime_node.coordinator.api.routes import (
     ENDPOINTS,
     HEARTBEAT_PATH,
+    LEASE_PATH,
     PAGE_ENDPOINTS,
     STORAGE_RETRY_S,
     UPLOAD_PATH,
@@ -34,6 +37,7 @@ from prime_node.coordinator.api.routes import (
     sent_request,
 )
 from prime_node.coordinator.gateway.heartbeats import HeartbeatCalls
+from prime_node.coordinator.gateway.known_leases import KnownLeases
 from prime_node.coordinator.page.live_feed import LiveFrames
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
@@ -75,13 +79,17 @@ class KnownSenders:
             if len(self._senders) > SENDERS_REMEMBERED:
                 self._senders.popitem(last=False)
 
+    def get(self, signer: str) -> Sender | None:
+        """Return the sender of a key; None for a stranger's."""
+        return self._senders.get(signer)
+
     def claimed(self, signed: bytes) -> Sender | None:
         """Return the sender that a request's header names, unverified."""
         try:
             signer = open_envelope(signed, bytes_max=limits.HEADER_ENVELOPE_BYTES_MAX).sole_signer()
         except RemoteError:
             return None
-        return self._senders.get(signer)
+        return self.get(signer)
 
 
 @dataclass(slots=True)
@@ -98,12 +106,14 @@ class GatewayRelay:
     senders: KnownSenders = field(default_factory=KnownSenders)
     shed: Counter[str] = field(default_factory=Counter)
     """Requests refused for load that the writer does not know of, by importance."""
+    leases: KnownLeases = field(init=False)
     live: LiveRelay = field(init=False)
     _beats: HeartbeatCalls = field(init=False)
     _waiting: dict[tuple[object, ...], asyncio.Task[ForwardedAnswer]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.live = LiveRelay(self.link, self.clock)
+        self.leases = KnownLeases(self.run)
         self._beats = HeartbeatCalls(self.link)
 
     def routes(self) -> list[Route]:
@@ -153,16 +163,20 @@ class GatewayRelay:
                 request.vouch(None)  # a busy or absent writer has not judged the sender
             raise
         self._vouch(request, call.signer, answer)
+        if endpoint.path == LEASE_PATH and self.bundles is not None:
+            self.leases.add(call.signer, answer.response)
+        elif endpoint.path == UPLOAD_PATH:
+            self.leases.note(call.signer, answer.response)
         return answer.response
 
     async def _upload(self, call: ForwardedCall) -> ForwardedCall:
-        """Return an upload's call, whose bundle stays here until the writer takes it. Raise RemoteError."""
+        """Return an upload's call. The bundle stays here until the writer takes it, or is stored. Raise RemoteError."""
         parcel = call.body
         opened = open_parcel(parcel, body_bytes_max=self.run.spec.limits.rollout_bytes_max)
         signer = opened.envelope.sole_signer()
         header = parse_json(opened.envelope.verify(PayloadType.ROLLOUT, trusted=(signer,)), RolloutHeader)
         if header.body_bytes and not opened.body:  # it is in a bucket, and the writer knows of which lease
-            return call
+            return replace(call, signer=signer)
         opened.check_body(header)
         digest = digest_of(parcel)
 
@@ -172,7 +186,12 @@ class GatewayRelay:
             await self.bundles.put(parcel, digest=digest)
             return b""
 
-        held = HeldParcel(digest, len(parcel), opened.envelope.signatures[0].signature, fetch)
+        is_stored = False
+        if self.bundles is not None and self.leases.may_store(signer, header):
+            with contextlib.suppress(OSError):  # then the writer asks for it, and hears what is wrong
+                await fetch()
+                is_stored = True
+        held = HeldParcel(digest, len(parcel), opened.envelope.signatures[0].signature, fetch, is_stored)
         return replace(call, signer=signer, body=opened.envelope.payload, parcel=held)
 
     async def _read(self, endpoint: ApiEndpoint, request: Request, address: str) -> Response:
@@ -215,7 +234,14 @@ class GatewayRelay:
         if header is not None:
             envelope = open_claim(header)
             signer, payload = envelope.sole_signer(), envelope.payload
-            read_claim(envelope, signer, action=endpoint.action, body_bytes=num_bytes)
+            claim = read_claim(envelope, signer, action=endpoint.action, body_bytes=num_bytes)
+            sender = self.senders.get(signer) if endpoint.path == UPLOAD_PATH and claim.run == self.run.digest else None
+            if sender is not None and self.leases.admits(envelope, claim.issued_at_ms, self.clock.now_ms()):
+                request.vouch(sender)
+                network = self.callers.network_of(address)
+                return BodyAdmission(
+                    member_shares(signer, network, self.run.spec.limits, self.callers), claim.body_digest
+                )
         answer = await self.link.ask(
             ForwardedCall(
                 ADMIT,
@@ -232,7 +258,10 @@ class GatewayRelay:
 
     def _call(self, endpoint: ApiEndpoint, request: Request, address: str) -> ForwardedCall:
         headers = FORWARDED_HEADERS if endpoint.caller is None else (TRACE_HEADER,)
-        claim = request.headers.get(CLAIM_HEADER.lower()) if request.body else None  # without a body it was not checked
+        header = (
+            request.headers.get(CLAIM_HEADER.lower()) if request.body else None
+        )  # without a body it was not checked
+        claim = None if header is None else open_claim(header)
         return ForwardedCall(
             endpoint.path,
             address=address,
@@ -240,7 +269,7 @@ class GatewayRelay:
             query=request.query,
             headers=_only(request.headers, headers),
             body=request.body,
-            claimant="" if claim is None else open_claim(claim).sole_signer(),
+            claimant="" if claim is None or self.leases.has_admitted(claim) else claim.sole_signer(),
         )
 
     def _vouch(self, request: Request, signer: str, answer: ForwardedAnswer) -> None:
