@@ -38,12 +38,14 @@ LEFT_OUT = {
     "reasoning-gym": {"pycosat"},
 }
 # What uv calls a setting of pip's: an option for each value, or a variable. The others here change nothing that is installed.
-UV_OPTIONS = {
-    "find-links": "--find-links",
-    "trusted-host": "--allow-insecure-host",
+UV_OPTIONS = {"trusted-host": "--allow-insecure-host"}
+# Addresses, whose passwords belong in no argument: the variable, and what separates its values.
+UV_ADDRESSES = {
+    "index-url": ("UV_DEFAULT_INDEX", " "),
+    "extra-index-url": ("UV_INDEX", " "),
+    "find-links": ("UV_FIND_LINKS", ","),
 }
-UV_INDEXES = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX"}  # their passwords belong in no argument
-UV_VARIABLES = UV_INDEXES | {
+UV_VARIABLES = {
     "cert": "SSL_CERT_FILE",
     "proxy": "ALL_PROXY",
     "timeout": "UV_HTTP_TIMEOUT",
@@ -155,7 +157,7 @@ def uv_settings() -> tuple[list[str], dict[str, str]] | None:
     for line in listed.stdout.splitlines():  # global.find-links='/one /two'
         place, _, value = line.partition("=")
         section, _, name = place.rpartition(".")
-        if section not in found or name not in {*UV_OPTIONS, *UV_VARIABLES, *NOT_FOR_UV}:
+        if section not in found or name not in {*UV_OPTIONS, *UV_VARIABLES, *UV_ADDRESSES, *NOT_FOR_UV}:
             return None
         found[section][name] = ast.literal_eval(value)
     settings = {name: value for section in found.values() for name, value in section.items()}
@@ -164,8 +166,14 @@ def uv_settings() -> tuple[list[str], dict[str, str]] | None:
     options += [
         part for name, how in UV_OPTIONS.items() for each in settings.get(name, "").split() for part in (how, each)
     ]
-    settings |= {name: " ".join(settings[name].split()) for name in UV_INDEXES.keys() & settings}
-    return options, {how: settings[name] for name, how in UV_VARIABLES.items() if settings.get(name)}
+    variables = {how: settings[name] for name, how in UV_VARIABLES.items() if settings.get(name)}
+    for name, (how, separator) in UV_ADDRESSES.items():
+        given = settings.get(name, "").split()
+        if any(separator in each for each in given):
+            return None
+        if given:
+            variables[how] = separator.join(given)
+    return options, variables
 
 
 def compile_packages(jobs: int = 0) -> None:

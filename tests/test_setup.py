@@ -29,9 +29,10 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(tree: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     pip = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1", "no_proxy": "*"}
     environment = {**os.environ, **pip, "PIP_CONFIG_FILE": os.devnull, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
+    environment |= variables
     return subprocess.run([sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True)
 
 
@@ -50,11 +51,14 @@ def test_uv_gets_the_settings_of_pip_unless_it_lacks_one(tree: Path, monkeypatch
     asked = "import sys; sys.path.insert(0, 'scripts'); import setup_pip; print(setup_pip.uv_settings())"
     monkeypatch.setenv("PIP_CERT", "/etc/own.pem")
     monkeypatch.setenv("PIP_TRUSTED_HOST", "one two")
-    options, variables = ast.literal_eval(run(tree, "-c", asked).stdout)
+    own = "https://me:secret@host/wheels /own"
+    options, variables = ast.literal_eval(run(tree, "-c", asked, PIP_FIND_LINKS=own).stdout)
     assert options[2:] == ["--allow-insecure-host", "one", "--allow-insecure-host", "two"]
-    # An argument is seen by other users, and in the log; before, the passwords of indexes were.
+    # An argument is seen by other users, and in the log; before, the passwords of addresses were.
+    assert variables["UV_FIND_LINKS"] == "https://me:secret@host/wheels,/own"
     assert variables["UV_DEFAULT_INDEX"] == "http://127.0.0.1:9/simple"
     assert variables["SSL_CERT_FILE"] == "/etc/own.pem"
+    assert run(tree, "-c", asked, PIP_FIND_LINKS="/a,b").stdout == "None\n", "uv would take it for two"
     monkeypatch.setenv("PIP_ONLY_BINARY", ":all:")
     assert run(tree, "-c", asked).stdout == "None\n"
 

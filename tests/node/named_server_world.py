@@ -2,6 +2,7 @@
 
 python -m tests.node.named_server_world moves HOSTS     a name without an address, then with one, then with another one
 python -m tests.node.named_server_world only6 FOLDER    a whole run at an address of IPv6
+python -m tests.node.named_server_world zones FOLDER    connections to addresses that are valid on one link alone
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tests.node.coordinator_world import ANNA, make_run, memory_parts, running
 from tests.node.crowd_world import persist
 from tests.node.served_world import serving_parts, work_through
 
+from prime_node.adapters.name_lookups import patient_loop
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_client import HttpClient
 from prime_node.coordinator.config import CoordinatorConfig
@@ -61,5 +63,24 @@ async def only6(folder: Path) -> None:
         print(f"drained at {world.url.rpartition(':')[0]}, {'all accepted' if not tally.refused else tally.refused}")
 
 
+async def zones(folder: Path) -> None:
+    """Connect to an address of the link `own`, and to a name by IPv4 alone."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        print(f"connected to {writer.get_extra_info('sockname')[0]}")
+        writer.close()
+
+    for host, heard_at, family in (("fe80::1%own", "fe80::1%own", 0), ("both.test", "127.0.0.1", socket.AF_INET)):
+        async with await asyncio.start_server(serve, heard_at) as server:
+            port = server.sockets[0].getsockname()[1]
+            reader, writer = await asyncio.open_connection(host, port, family=family)
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+
+
 if __name__ == "__main__":
-    asyncio.run({"moves": moves, "only6": only6}[sys.argv[1]](Path(sys.argv[2])))
+    if sys.argv[1] == "zones":
+        sys.modules["uvloop"] = None  # type: ignore[assignment]  # it guesses a link
+    with asyncio.Runner(loop_factory=patient_loop) as runner:
+        runner.run({"moves": moves, "only6": only6, "zones": zones}[sys.argv[1]](Path(sys.argv[2])))

@@ -17,12 +17,14 @@ from prime_node.adapters.web.aiohttp_server import AiohttpServer
 from prime_node.adapters.web.shedding import PRESSURE_MAX
 from prime_node.coordinator.api.callers import Callers
 from prime_node.coordinator.api.forwarded import BEATS_MAX
+from prime_node.coordinator.api.leasing import Leasing
 from prime_node.coordinator.gateway.heartbeats import FULL
 from prime_node.coordinator.gateway.relay import GatewayRelay
 from prime_node.ports.web import Handler, Request, Response, Sender
 from prime_node.ports.writer_link import BEATS, ForwardedAnswer, ForwardedCall, WriterLink
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
+from prime_protocol.requests import HeartbeatRequest
 
 
 class Counted(WriterLink):
@@ -85,6 +87,38 @@ async def test_each_of_several_heartbeats_in_one_call_gets_its_own_answer() -> N
         text = (await world.get("/metrics"))[1].decode()
         assert 'prime_requests_total{endpoint="/v1/heartbeat",outcome="ok"} 2.0' in text
         assert 'prime_requests_total{endpoint="/v1/heartbeat",outcome="replayed"} 1.0' in text
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"), [(OSError(5, "a bad sector"), ErrorCode.UNAVAILABLE), (KeyError("a bug"), ErrorCode.INTERNAL)]
+)
+async def test_a_fault_of_one_heartbeat_fails_no_other_of_its_call(
+    fault: Exception, code: ErrorCode, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, one that the writer failed on was the answer to up to eight workers, and to all when they asked again."""
+    answer = Leasing.answer_heartbeat
+
+    def faulty(self: Leasing, signer: str, request: HeartbeatRequest) -> Response:
+        if signer == BEN.key_id:
+            raise fault
+        return answer(self, signer, request)
+
+    monkeypatch.setattr(Leasing, "answer_heartbeat", faulty)
+    parts, server = hearing(memory_parts(make_run(), **LISTENS))
+    async with running(parts) as world, linked(server.port, world.run.digest) as plain:
+        await world.join(ANNA, BEN)
+        await world.learn_epoch()
+        link = Counted(plain)
+        handle = handler_of(world, link)
+        asking = (handle(asked(world, key)) for key in (ANNA, BEN, ANNA))
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert [isinstance(found, Response) for found in answers] == [True, False, True]
+        assert isinstance(answers[1], RemoteError)
+        assert (answers[1].code, link.paths) == (code, [BEATS])
+        assert "a bug" not in answers[1].detail
+        assert "/v1/heartbeat from 127.0.0.1" in caplog.text
+        text = world.parts.metrics.exposition()[0].decode()
+        assert f'prime_requests_total{{endpoint="/v1/heartbeat",outcome="{code}"}} 1.0' in text
 
 
 async def test_many_heartbeats_are_few_calls_and_one_alone_is_answered_soon() -> None:

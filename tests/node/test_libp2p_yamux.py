@@ -17,7 +17,7 @@ from libp2p.stream_muxer.yamux import yamux as library
 from tests.node.libp2p_world import on_trio, sessions
 
 from prime_node.adapters.peers.libp2p_noise import Noise
-from prime_node.adapters.peers.libp2p_yamux import Stream, Yamux
+from prime_node.adapters.peers.libp2p_yamux import ProtocolError, Stream, Yamux
 
 SIZES = (1, 65_524, 1_000_000)
 """Payload sizes; the last one is four windows."""
@@ -88,6 +88,19 @@ async def test_a_peer_that_sends_more_than_it_has_credit_for_loses_the_link() ->
                 await accepted.write(bytes(2 * WINDOW))
                 await accepted.write(bytes(1))
         assert len(one.stream_buffers.get(opened.stream_id, b"")) <= WINDOW
+
+
+@on_trio
+async def test_a_stream_that_is_opened_twice_ends_the_link() -> None:
+    """Before, each repeated SYN gave the other side a further window, and an answer that reset its stream alone."""
+    async with links(Yamux, Yamux) as (one, other):
+        assert isinstance(other, Yamux)
+        opened, _ = await pair_of_streams(one, other)
+        credit = other.credit
+        again = (0, library.TYPE_WINDOW_UPDATE, library.FLAG_SYN, opened.stream_id, 0)
+        with pytest.raises(ProtocolError, match="is open already"):
+            await other.take_in(library.struct.pack(library.YAMUX_HEADER_FORMAT, *again))
+        assert other.credit == credit
 
 
 @on_trio

@@ -206,6 +206,16 @@ async def test_a_run_goes_from_its_start_to_its_end_where_there_is_only_ipv6(tmp
     assert lines == ["no IPv4 here", "drained at http://run.test, all accepted"]
 
 
+@pytest.mark.slow
+async def test_a_connection_to_an_address_of_one_link_names_that_link(tmp_path: Path) -> None:
+    """Before, the zone was lost, so that the system refused the address, and IPv6 was tried where IPv4 was asked for."""
+    (tmp_path / "hosts").write_text("::1 both.test\n127.0.0.1 both.test\n")
+    links = "ip link add own type veth peer name other\nip link set other up\nip link set own up"
+    prepare = f"{links}\nip -6 addr add fe80::1/64 dev own nodad"
+    lines = await lines_of(own_network(tmp_path, "zones", str(tmp_path), prepare=prepare))
+    assert lines == ["connected to fe80::1", "connected to 127.0.0.1"]
+
+
 async def with_name_server(tmp_path: Path, task: str, options: str) -> list[str]:
     """Return what a task of name_server_world says, with these options of the resolver."""
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")

@@ -71,7 +71,8 @@ def test_a_typed_invitation_gets_a_warning_and_a_setting_of_it_is_refused(caplog
     assert given_link(plain) == plain
     assert caplog.messages == []
     assert given_link(f"{plain}.{INVITE}") == f"{plain}.{INVITE}"
-    assert len(caplog.messages) == 1
+    given_link(f" HTTP{plain[4:]}.{INVITE}")  # before, this one got none
+    assert len(caplog.messages) == 2
     assert INVITE not in caplog.text
     with pytest.raises(LocalError, match="other users of this machine see what --set holds") as raised:
         Options(None, [f"worker.invite ={INVITE}"])

@@ -118,12 +118,18 @@ class _PatientConnections(asyncio.AbstractEventLoop):
         if options.get("ssl"):
             options.setdefault("server_hostname", host)
         fault = OSError(f"{host} has no address")
-        for *_, address in await _OF_THIS_PROCESS.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        asked = {name: options[name] for name in ("family", "flags") if options.get(name)}
+        for *_, address in await _OF_THIS_PROCESS.getaddrinfo(host, port, type=socket.SOCK_STREAM, **asked):
             try:
-                return await connect(factory, address[0], port, **options)
+                return await connect(factory, _with_zone(*address), port, **options)
             except OSError as error:
                 fault = error
         raise fault
+
+
+def _with_zone(host: str, port: int, flow: int = 0, zone: int = 0) -> str:
+    """Return the host of a socket's address as text. A link-local one is none without its zone, such as fe80::1%2."""
+    return f"{host}%{zone}" if zone and "%" not in host else host
 
 
 def patient_loop() -> asyncio.AbstractEventLoop:

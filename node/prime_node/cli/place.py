@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from dataclasses import dataclass
@@ -78,10 +79,11 @@ def given_link(text: str) -> str:
     if (file := _named_file(text)) is not None:
         with disk_faults(file):
             return read_regular(file, bytes_max=LINK_CHARS_MAX).decode("utf-8", "replace").partition("\n")[0]
-    if is_url(text) and "." in text.partition("#")[2]:
-        log.warning(
-            "other users of this machine see the invitation in this argument; `-` or a file in its place hides it"
-        )
+    with contextlib.suppress(ValueError):  # it is named where the link is used
+        if JoinLink.parse(text).invite:
+            log.warning(
+                "other users of this machine see the invitation in this argument; `-` or a file in its place hides it"
+            )
     return text
 
 

@@ -292,10 +292,12 @@ class Yamux(library.Yamux):
     async def _accept(self, name: int) -> None:
         if name % 2 == self.is_initiator_value or not name:
             raise ProtocolError(f"stream {name} is not the other side's to open")
+        if name in self.streams:
+            raise ProtocolError(f"stream {name} is open already")
         self._newest = max(self._newest, name)
         self.credit += library.DEFAULT_WINDOW_SIZE
         num_open = sum(not stream.is_initiator for stream in self.streams.values())
-        if name in self.streams or max(num_open, self.num_handlers) >= limits.PEER_STREAMS_MAX:
+        if max(num_open, self.num_handlers) >= limits.PEER_STREAMS_MAX:
             await self._answer(library.TYPE_WINDOW_UPDATE, library.FLAG_RST, name)
             return
         stream = Stream(name, self, False)

@@ -295,22 +295,25 @@ class ServedEndpoint:
         except RemoteError as error:
             outcome = error.code
             raise
-        except (
-            OSError,
-            LocalError,
-        ) as error:  # of the disk or of the storage service, which may recover, or a damaged row
-            outcome = ErrorCode.UNAVAILABLE
-            log.error("%s from %s: the storage failed: %s", path, request.remote, error)
-            raise RemoteError(outcome, "the coordinator's storage failed", retry_after_s=STORAGE_RETRY_S) from error
         except Exception as error:
-            outcome = ErrorCode.INTERNAL
-            log.exception("%s from %s failed", path, request.remote)
-            raise RemoteError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log") from error
+            fault = self.fault_for(error, request.remote)
+            outcome = fault.code
+            raise fault from error
         finally:
             if outcome != "ok" and response is not None and response.after is not None:
                 response.after()  # it is never sent
             self.metrics.add("prime_requests_total", endpoint=path, outcome=outcome)
         return response
+
+    def fault_for(self, error: Exception, remote: str) -> RemoteError:
+        """Log an error of this coordinator, and return what the caller gets in its place."""
+        if isinstance(
+            error, OSError | LocalError
+        ):  # of the disk or of the storage service, which may recover, or a damaged row
+            log.error("%s from %s: the storage failed: %s", self.endpoint.path, remote, error)
+            return RemoteError(ErrorCode.UNAVAILABLE, "the coordinator's storage failed", retry_after_s=STORAGE_RETRY_S)
+        log.error("%s from %s failed", self.endpoint.path, remote, exc_info=error)
+        return RemoteError(ErrorCode.INTERNAL, "the coordinator failed; the error is in its log")
 
     def _call(self, request: Request, forwarded: ForwardedCall | None) -> ApiCall:
         """Return a request with its verified message, where its endpoint takes one. Raise RemoteError."""
