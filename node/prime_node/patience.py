@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ T = TypeVar("T")
 PAUSE_S_MIN, PAUSE_S_MAX = 0.25, 30.0
 SAY_AGAIN_S = 30.0
 """Seconds between log lines while the reason stays the same."""
+_NUMBER = re.compile(r"[0-9][0-9,.]*")
 BURST_S = 0.25
 """Seconds' worth of a rate limit that may be used at once."""
 
@@ -75,6 +77,11 @@ class Backoff:
         self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         asked_s = error.retry_after_s if isinstance(error, RemoteError) else None
         return max(pause_s, min(asked_s or 0.0, PAUSE_S_MAX) * self._rng.uniform(1.0, 1.5))
+
+
+def without_numbers(reason: str) -> str:
+    """Return a reason without its numbers, which change while it lasts: whether it is a new one decides what a log gets."""
+    return _NUMBER.sub("", reason)
 
 
 def may_pass(error: Unreachable | RemoteError) -> bool:

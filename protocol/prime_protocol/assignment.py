@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from prime_protocol import limits
 from prime_protocol.digest import Digest
@@ -29,7 +29,7 @@ class Sampling(WireModel):
     """Sampling parameters of the whole run. Example: Sampling(temperature=1.0, completion_tokens_max=8)."""
 
     temperature: float = Field(default=1.0, ge=0.0, le=10.0)
-    """Divisor of the logits before sampling and before the recorded logprobs. 0 is greedy."""
+    """Divisor of the logits before sampling and before the recorded logprobs: 0, which is greedy, or at least TEMPERATURE_MIN."""
     completion_tokens_max: int = Field(ge=1, le=limits.TOKENS_MAX)
     """Length at which a completion ends without a stop token; a stop token counts."""
     stop_token_ids: tuple[TokenId, ...] = Field(max_length=64)
@@ -40,6 +40,13 @@ class Sampling(WireModel):
     """Rank limit: a token is allowed if fewer than this many are more probable. 0 allows all."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0, exclude_if=lambda min_p: not min_p)
     """Relative limit: a token is allowed with at least this share of the most probable one's probability. 0 allows all."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _divides(cls, temperature: float) -> float:
+        if 0.0 < temperature < limits.TEMPERATURE_MIN:
+            raise ValueError(f"it must be 0 or at least {limits.TEMPERATURE_MIN:g}")
+        return temperature
 
     @property
     def filters(self) -> tuple[float, int, float] | None:

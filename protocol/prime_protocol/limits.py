@@ -133,6 +133,8 @@ STEP_GROUPS_MAX = 2**20
 """Groups that one step may train on."""
 TOKENS_MAX = 2**20
 """Tokens of one prompt or of one completion, regardless of the run's own limits."""
+TEMPERATURE_MIN = 0.01
+"""Smallest temperature above 0. Logits divided by far smaller ones have no finite logprobs in float32."""
 TURNS_MAX = 1_024
 """Requests to the model in one rollout."""
 SCORINGS_MAX = 32

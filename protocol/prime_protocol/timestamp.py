@@ -76,7 +76,10 @@ def check_fresh(stamp: Timestamp, now_ms: int) -> None:
         age_s = (now_ms - stamp.issued_at_ms) / 1_000
         raise RemoteError(
             ErrorCode.EXPIRED,
-            f"the timestamp of policy {stamp.policy_version} is {age_s:,.0f} s old and has expired, and there is no newer one",
+            (
+                f"the timestamp of policy {stamp.policy_version} is {age_s:,.0f} s old by this machine's clock and has expired, "
+                "and there is no newer one"
+            ),
         )
 
 

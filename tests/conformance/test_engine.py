@@ -40,6 +40,8 @@ from prime_node.ports.engine import EngineMismatch, GenerateRequest, ScoreReques
 from prime_node.validator.spans import prefill_spans
 from prime_node.worker.loop import run_worker
 from prime_protocol.assignment import Sampling
+from prime_protocol.limits import TEMPERATURE_MIN
+from prime_protocol.noise import SEED_MAX
 from prime_protocol.proof import PROOF_BYTES, num_proofs
 from prime_protocol.rollout import FinishReason
 from prime_protocol.schedule import SwapPolicy
@@ -111,6 +113,31 @@ async def test_tokens_are_chosen_among_those_that_the_filters_let(
     assert found.stop_margins_T.max() <= found.margins_T.max() < 0.05
     assert np.abs(found.logprobs_T - logprobs_of(completions)).max() <= LOGPROB_ERROR_MAX, "of the whole vocabulary"
     assert (unlike.margins_T > 0.1).mean() > 0.02
+
+
+EXTREMES: list[dict[str, object]] = [
+    {"temperature": TEMPERATURE_MIN},
+    {"temperature": 10.0, "top_k": 2**24},
+    {"top_p": 5e-324},
+    {"top_p": 1 - 2**-53, "top_k": 1},
+    {"min_p": 5e-324},
+    {"min_p": 1.0, "top_p": 0.5},
+    {"stop_token_ids": tuple(range(200, 264)), "completion_tokens_max": 1},
+]
+
+
+@pytest.mark.parametrize("update", EXTREMES, ids=str)
+async def test_no_sampling_that_a_run_may_sign_gives_a_logprob_that_is_no_number(
+    engine: Engine, scorer: TransformersEngine, policies: list[Weights], update: dict[str, object]
+) -> None:
+    sampling = Sampling.model_validate({**SAMPLING.model_dump(), **update})
+    asked = [replace(request, seed=seed) for request in requests(8) for seed in (0, SEED_MAX)]
+    await engine.load(policies[0], policy_version=0)
+    completions = await engine.generate(asked, sampling)
+    found = await judged(scorer, policies[0], asked, completions, sampling)
+    errors = np.abs(found.logprobs_T - logprobs_of(completions)) * min(1.0, sampling.temperature)
+    assert errors.max() <= LOGPROB_ERROR_MAX
+    assert found.margins_T.max() * min(1.0, sampling.temperature) < 0.05
 
 
 async def test_the_same_seeds_give_the_same_tokens_and_other_seeds_give_others(

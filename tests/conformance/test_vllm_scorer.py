@@ -27,7 +27,7 @@ from tests.conformance.engine_world import (
 )
 
 from prime_node.adapters.engines.transformers_engine import TransformersEngine
-from prime_node.ports.engine import EngineDied, ScoreRequest
+from prime_node.ports.engine import EngineDied, EngineMismatch, GenerateRequest, ScoreRequest
 from prime_node.validator.calibrating import local_lease, measure_pair, sample_honestly
 from prime_node.worker.cheats import mapped, quantised
 from prime_protocol.assignment import GroupAssignment, Lease, Problem
@@ -164,6 +164,24 @@ async def test_honest_bundles_of_the_same_build_are_accepted_and_those_of_rounde
     claimed = await sample_honestly(judge, [lease])
     await judge.load(policies[0], policy_version=2)
     assert not (await verdict(claimed)).accepted
+
+
+async def test_what_vllm_refuses_is_no_bug_of_this_software(judge: VllmScorer, policies: list[Weights]) -> None:
+    """Before, a long one ended the role with a traceback, and a token that the model lacks ended vLLM's processes."""
+    await judge.load(policies[0], policy_version=0)
+    running = descendants(os.getpid())
+    for prompt, why in (
+        ((5, 10**6), "token 1000000 is none of the model's 264"),
+        ((7,) * 200, "vLLM refuses a request"),
+    ):
+        with pytest.raises(EngineMismatch, match=why):
+            await judge.generate([GenerateRequest(prompt, seed=0)], SAMPLING)
+        with pytest.raises(EngineMismatch, match=why):
+            await judge.prefill([ScoreRequest(prompt, (7, 8), seed=0)], SAMPLING)
+    with pytest.raises(EngineMismatch, match="token 264 is none"):
+        await judge.prefill([ScoreRequest((7,), (8, 264), seed=0)], SAMPLING)
+    assert await judge.generate(requests(8), SAMPLING)
+    assert descendants(os.getpid()) == running
 
 
 @pytest.mark.timeout(600)

@@ -38,6 +38,7 @@ from prime_node.trainer.state import Phase, TrainerState
 from prime_node.worker.receipts import ReceiptBook
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import LocalError, TransientFault
+from prime_protocol.manifest import PartEntry
 from prime_protocol.replies import ReceiptList
 from prime_protocol.weights import root_of
 
@@ -89,6 +90,20 @@ def test_a_write_that_fails_names_its_file_and_leaves_nothing(tmp_path: Path) ->
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir() if path.stat().st_size > 1_000] == []
+
+
+def test_a_piece_for_which_there_is_no_room_is_no_damaged_disk(disk: Path) -> None:
+    """Before, its first bytes were kept and counted as all of it: peers got zeros, and the part was fetched again and again."""
+    data = os.urandom(2**19)
+    entry, parts = PartEntry(digest=digest_of(data), size=len(data)), PartStore(disk / "parts", bytes_max=2**20)
+    assert parts.begin(entry)
+    (disk / "balloon").write_bytes(bytes(shutil.disk_usage(disk).free - len(data) // 2))
+    with pytest.raises(OSError, match=r"No space left on device: '.*\.partial'"):
+        parts.put(entry.digest, 0, data)
+    (disk / "balloon").unlink()
+    parts.put(entry.digest, 0, data)
+    assert parts.finish(entry)
+    assert parts.read(entry) == data
 
 
 async def append_until_full(store: Store) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prime_node.adapters.models.causal_model import CausalModel
-from prime_node.adapters.models.model_config import require_supported, require_within
+from prime_node.adapters.models.model_config import require_fitting, require_supported, require_within
 from prime_node.adapters.models.tiny_model import tiny_model_files
 from prime_node.adapters.training.torch_backend import TorchBackend
 from prime_node.cli.wire_new import make_model_files
@@ -96,6 +96,16 @@ def test_a_model_whose_policies_the_run_would_not_take_is_refused_before_it_is_b
         LocalError, match=r"[\d,]+ parameters are [\d,]+ bytes, and the run's limits\.checkpoint_bytes_max"
     ):
         require_within(folder, checkpoint_bytes_max=2**10)
+
+
+def test_a_run_that_does_not_fit_its_model_is_refused_before_it_is_built(folder: Path) -> None:
+    """Before, vLLM ended with a traceback on its prompts, or honest work was rejected as dishonest."""
+    require_fitting(folder, vocab_size=264, context_tokens_max=4_096)
+    for vocab_size in (263, 265, 2**24):
+        with pytest.raises(LocalError, match=rf"has 264 token ids, and the run's vocab_size is {vocab_size:,}"):
+            require_fitting(folder, vocab_size=vocab_size, context_tokens_max=16)
+    with pytest.raises(LocalError, match=r"has 4,096 positions, and the run's sequences have up to 4,097 tokens"):
+        require_fitting(folder, vocab_size=264, context_tokens_max=4_097)
 
 
 def test_a_number_of_layers_that_nobody_uses_is_refused(folder: Path, build: Build) -> None:

@@ -46,7 +46,7 @@ async def test_a_frozen_run_is_noticed_when_its_timestamp_expires_and_forgiven_w
     assert trust.fault() == ""
     clock.seconds += 2
     await trust.refresh()
-    assert "is 721 s old and has expired" in trust.fault()
+    assert "is 721 s old by this machine's clock and has expired" in trust.fault()
     source.shown_timestamp = None
     await trust.refresh()
     assert trust.fault() == ""

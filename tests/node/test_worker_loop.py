@@ -13,6 +13,7 @@ from tests.node.worker_world import COORDINATOR, ROOT, WORKER, make_run, names_i
 from tests.time_world import VirtualClock, until
 
 from prime_node.broadcast.follow.pinned import fetch_run
+from prime_node.patience import SAY_AGAIN_S
 from prime_node.ports.engine import GenerateRequest
 from prime_node.worker.generating import open_lease
 from prime_node.worker.loop import run_worker
@@ -319,6 +320,37 @@ async def test_the_status_shows_what_it_waits_for(tmp_path: Path) -> None:
     task = asyncio.create_task(run_worker(worker, world.stop))
     await until(lambda: any("waiting: no work left" in line for line in world.said))
     assert world.status()["waiting_for"] == "no work left"
+    world.stop.set()
+    await task
+
+
+async def test_a_clock_that_is_set_after_the_worker_joined_costs_no_later_lease(tmp_path: Path) -> None:
+    """Before, a machine that had joined with a clock two minutes behind took each short lease for one that is over."""
+    world = WorkerWorld(tmp_path)
+    world.coordinator.clock_ahead_s = 2 * RUN.spec.lease_seconds
+    task = asyncio.create_task(run_worker(world.worker(), world.stop))
+    await until(lambda: world.coordinator.accepted >= 1)
+    world.coordinator.clock_ahead_s, accepted = 0.0, world.coordinator.accepted
+    await until(lambda: world.coordinator.accepted > accepted + 3)
+    world.stop.set()
+    await task
+
+
+async def test_a_coordinator_that_is_away_for_hours_is_named_now_and_then(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, each task of a worker logged each of its attempts, ten lines a minute for as long as a line was cut."""
+    world = WorkerWorld(tmp_path)
+    task = asyncio.create_task(run_worker(world.worker(), world.stop))
+    await until(lambda: world.coordinator.accepted >= 1)
+    caplog.clear()
+    world.coordinator.away, began_s = True, world.clock.seconds
+    await until(lambda: world.clock.seconds > began_s + 3_600.0)
+    said = [record for record in caplog.records if record.name == "prime_node.worker.session"]
+    passed_s = world.clock.seconds - began_s
+    assert 1 <= len(said) <= passed_s / SAY_AGAIN_S + 1
+    world.coordinator.away, accepted = False, world.coordinator.accepted
+    await until(lambda: world.coordinator.accepted > accepted)
     world.stop.set()
     await task
 

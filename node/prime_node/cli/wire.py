@@ -225,10 +225,12 @@ async def trust(
     return made
 
 
-def check_size(model: Path, run: PinnedRun) -> None:
-    """Check, before anything is built, that the run's limits allow a policy of its model. Raises LocalError."""
-    from prime_node.adapters.models.model_config import require_within
+def check_model(model: Path, run: PinnedRun) -> None:
+    """Check, before anything is built, that run and model fit together: vocabulary, lengths, size. Raises LocalError."""
+    from prime_node.adapters.models.model_config import require_fitting, require_within
 
+    longest = max(map(run.spec.context_tokens_max, run.spec.environments))
+    require_fitting(model, vocab_size=run.spec.vocab_size, context_tokens_max=longest)
     if run.spec.adapters is not None:
         return  # policies are small, and the base is not published
     require_within(model, checkpoint_bytes_max=run.spec.limits.checkpoint_bytes_max)
@@ -309,7 +311,7 @@ def describe_hardware() -> Hardware:
 def engine(settings: WorkerConfig, model: Path, run: PinnedRun, *, cheat: tuple[str, int] | None) -> Engine:
     """Return the worker's engine. `cheat` is (kind, number of honest policies), for demonstrations. Raises LocalError."""
     made: Engine
-    check_size(model, run)
+    check_model(model, run)
     info = engine_info(settings)
     if reason := slow_arithmetic(worker_kind(settings)):
         log.warning("%s", reason)

@@ -43,12 +43,13 @@ def make_model_files(model: TinyModel | PretrainedModel, folder: Path) -> NewMod
     for name, data in files.items():
         (folder / name).write_bytes(data)
     if not isinstance(model, TinyModel):
-        from prime_node.adapters.models.model_config import fit_window, require_supported
+        from prime_node.adapters.models.model_config import fit_window, require_supported, vocabulary_of
 
         if (fitted := fit_window(folder)) is not None:
             files = {**files, CONFIG_FILE: fitted}
             (folder / CONFIG_FILE).write_bytes(fitted)
         require_supported(folder)
+        return NewModel(files, vocabulary_of(folder), (wire.tokenizer(folder).stop_token_id,))
     read = wire.tokenizer(folder)
     return NewModel(files, read.vocab_size, (read.stop_token_id,))
 

@@ -39,7 +39,7 @@ def plain_scorer(
 
 def scorer(settings: ValidatorConfig, model: Path, run: PinnedRun) -> SamplingScorer:
     """Return a validator's scorer. Raises LocalError."""
-    wire.check_size(model, run)
+    wire.check_model(model, run)
     made: SamplingScorer
     if settings.engine == "vllm":
         if run.spec.schedule.swap is SwapPolicy.KEEP_KV:

@@ -268,7 +268,7 @@ def trainer_parts(
     from prime_node.training_data.feed import Feed, KeptBundles
 
     spec, read = run.spec, wire.tokenizer(model)
-    wire.check_size(model, run)
+    wire.check_model(model, run)
     return Trainer(
         run=run,
         config=settings,

@@ -24,7 +24,7 @@ from prime_protocol.envelope import PayloadType, seal
 from prime_protocol.errors import LocalError
 from prime_protocol.identity import KeyId, SigningKey
 from prime_protocol.key_ring import RoleKeys
-from prime_protocol.limits import Limits
+from prime_protocol.limits import TEMPERATURE_MIN, Limits
 from prime_protocol.replay import BundleAccess, ReplayPolicy
 from prime_protocol.run_spec import CONFIG_FILE, EnvironmentSpec, ModelFile, PinnedRun, RunSpec
 from prime_protocol.schedule import Schedule
@@ -135,7 +135,7 @@ class RunConfig(Settings):
     """Prompts of one step."""
     rollouts_per_group: int = Field(default=8, ge=1)
     """Completions of one prompt."""
-    temperature: float = Field(default=1.0, gt=0.0)
+    temperature: float = Field(default=1.0, ge=TEMPERATURE_MIN, le=10.0)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Share of the probability: sample among the most probable tokens that have it together. 1: among all."""

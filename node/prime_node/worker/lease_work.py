@@ -132,6 +132,9 @@ async def _next_lease(worker: Worker) -> Lease:
             reason, pause_s = reply.reason, min(max(reply.retry_after_s, LEASE_PAUSE_S_MIN), LEASE_PAUSE_S_MAX)
         except RemoteError as error:
             reason, pause_s = f"no lease: {error}", LEASE_PAUSE_S
+            if error.code is ErrorCode.EXPIRED:  # perhaps this machine's clock was set since the clocks were compared
+                with contextlib.suppress(RemoteError, Unreachable):
+                    await worker.session.compare_clocks()
         worker.activity.waiting_for = reason  # for the status line
         await worker.clock.sleep(pause_s)
 

@@ -13,7 +13,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeVar
 
-from prime_node.patience import Backoff, Switch, may_pass
+from prime_node.patience import SAY_AGAIN_S, Backoff, Switch, may_pass, without_numbers
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable, WorkerPort
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -64,6 +64,8 @@ class Session:
         self._clock = clock
         self._rng = rng
         self._clock_behind_ms = 0
+        self._said = "", 0.0
+        """Reason that was logged last, and when."""
         self._joins = 0
         self._joining = asyncio.Lock()
 
@@ -79,6 +81,10 @@ class Session:
     async def join(self) -> None:
         """Join, retrying until it succeeds. Raises KeyBanned, or RemoteError if a retry cannot help."""
         await self.ask(self._join)
+
+    async def compare_clocks(self) -> None:
+        """Join again, which measures the difference of the clocks. Raises as `attempt` does."""
+        await self.attempt(self._join)
 
     async def describe(self, engine: EngineInfo) -> None:
         """Join again if the engine, now that it is built, is not the one that was announced. Raises as `join` does."""
@@ -127,9 +133,7 @@ class Session:
                 if not may_pass(error) and not (isinstance(error, RemoteError) and error.code is ErrorCode.IN_USE):
                     raise
                 pause_s = backoff.next_s(error)
-                log.log(
-                    logging.WARNING if pause_s > 1.0 else logging.DEBUG, "%s; trying again in %.1f s", error, pause_s
-                )
+                self._say(str(error), pause_s)
             await self._clock.sleep(pause_s)
 
     async def attempt(self, call: Callable[[], Awaitable[T]]) -> T:
@@ -169,6 +173,13 @@ class Session:
                     ),
                 ) from None
             raise
+
+    def _say(self, reason: str, pause_s: float) -> None:
+        """Log a failure that lasts, now and then: several tasks ask at the same time, perhaps for days."""
+        now_s, (said, said_s) = self._clock.monotonic_s(), self._said
+        if pause_s > 1.0 and (without_numbers(reason) != said or now_s - said_s >= SAY_AGAIN_S):
+            self._said = without_numbers(reason), now_s
+            log.warning("%s; trying again in %.1f s", reason, pause_s)
 
     def _heard(self, reply: T) -> T:
         self.away_since_s = None

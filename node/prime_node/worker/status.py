@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from prime_node.files import replace
 from prime_node.inside import read_regular
+from prime_node.patience import without_numbers
 from prime_node.worker.control import ON_REQUEST
 from prime_protocol.errors import LocalError
 from prime_protocol.requests import WorkerState
@@ -107,7 +108,12 @@ class Status:
     def situation(self) -> tuple[str, ...]:
         """What a log shows as soon as it changes: why nothing is generated, or what the worker does."""
         away = "" if self.coordinator_away_s is None else "away"
-        return away, self.paused, self.waiting_for, "" if self.paused or self.waiting_for else self.state.value
+        return (
+            away,
+            self.paused,
+            without_numbers(self.waiting_for),
+            "" if self.paused or self.waiting_for else self.state.value,
+        )
 
     def line(self) -> str:
         """Return the line for a terminal.

@@ -10,9 +10,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from prime_node.ports.engine import EngineDied, EngineFault
+from prime_node.ports.engine import EngineDied, EngineFault, EngineMismatch
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class EngineWatch:
         self._starts = 0
 
     async def call(self, work: Awaitable[T]) -> T:
-        """Await `work`. Raises EngineDied, also where vLLM would never answer."""
+        """Await `work`. Raises EngineDied, also where vLLM would never answer, and EngineMismatch for what it refuses."""
         try:
             async with asyncio.timeout(None) as limit:
                 looking = asyncio.create_task(self._look(limit))
@@ -58,6 +59,8 @@ class EngineWatch:
             raise
         except EngineDeadError as error:
             raise _died() from error
+        except VLLMClientError as error:  # a run's own limits allow what its model does not
+            raise EngineMismatch(f"vLLM refuses a request: {error}") from error
 
     async def _look(self, limit: asyncio.Timeout) -> None:
         while True:

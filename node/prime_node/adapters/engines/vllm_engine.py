@@ -18,7 +18,7 @@ import asyncio
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -327,7 +327,14 @@ class VllmEngine:
         self._last_probe = self._wanted, found
         self._probes += 1
 
+    def require_known(self, sequences: Iterable[Sequence[int]]) -> None:
+        """Check that a model has these tokens: vLLM's processes end with one that it lacks. Raises EngineMismatch."""
+        largest = max((max(tokens, default=0) for tokens in sequences), default=0)
+        if largest >= self._reference.vocab_size:
+            raise EngineMismatch(f"token {largest} is none of the model's {self._reference.vocab_size} token ids")
+
     async def _sample(self, requests: Sequence[GenerateRequest], sampling: Sampling) -> list[Completion]:
+        self.require_known(request.prompt_token_ids for request in requests)
         drafts = [Draft(request, sampling, self._seeded) for request in requests]
         self._unfinished += len(drafts)
         try:

@@ -53,9 +53,10 @@ class VllmScorer(VllmEngine):
         """Names of sequences whose judging was interrupted."""
 
     async def prefill(self, requests: Sequence[ScoreRequest], sampling: Sampling) -> Prefill:
-        """Score completions in large batches. Raises EngineDied."""
+        """Score completions in large batches. Raises EngineDied, or EngineMismatch for what vLLM cannot score."""
         assert self._loaded, "no weights have been loaded"
         found: dict[int, Judged] = {}
+        self.require_known((*one.prompt_token_ids, *one.completion_token_ids) for one in requests)
         strings = strung(requests)
         for batch in _batches(strings):
             judged = await self._watch.call(self._judge([strings[i] for i in batch], sampling))

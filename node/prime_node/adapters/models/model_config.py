@@ -135,6 +135,32 @@ def require_within(folder: Path, *, checkpoint_bytes_max: int) -> None:
         )
 
 
+def vocabulary_of(folder: Path) -> int:
+    """Return the number of a model's token ids. Raises LocalError."""
+    size: int = read_model_config(folder).vocab_size
+    return size
+
+
+def require_fitting(folder: Path, *, vocab_size: int, context_tokens_max: int) -> None:
+    """Check that a run's vocabulary and longest sequence are possible with its model. Raises LocalError if not.
+
+    An engine fails on token ids beyond the model's, and samples ids beyond a smaller vocabulary, for which an honest worker
+    would be banned. Beyond the model's positions vLLM ends completions too early, with the same result.
+    """
+    config = read_model_config(folder)
+    if config.vocab_size != vocab_size:
+        raise LocalError(
+            f"{folder / CONFIG_FILE}: the model has {config.vocab_size:,} token ids, and the run's vocab_size is "
+            f"{vocab_size:,}, so honest work would be rejected; ask the run's operator"
+        )
+    positions = getattr(config, POSITIONS_FIELD, None)
+    if positions is not None and context_tokens_max > positions:
+        raise LocalError(
+            f"{folder / CONFIG_FILE}: the model has {positions:,} positions, and the run's sequences have up to "
+            f"{context_tokens_max:,} tokens; ask the run's operator"
+        )
+
+
 def model_shape(folder: Path) -> ModelShape:
     """Return the sizes of a model, counted without memory. Raises LocalError."""
     config = read_model_config(folder)

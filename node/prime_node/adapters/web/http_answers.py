@@ -243,10 +243,10 @@ def reason_of(error: Exception) -> str:
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else None
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"its certificate is not valid here: {cause.verify_message}"
-    if isinstance(cause, ConnectionError) and cause.errno:
-        return os.strerror(cause.errno)
     if isinstance(cause, socket.gaierror) and cause.strerror:
         return f"its name cannot be resolved: {cause.strerror}"
+    if cause is not None and cause.errno and not isinstance(cause, ssl.SSLError):
+        return os.strerror(cause.errno)
     if type(error) is aiohttp.ClientOSError and error.errno is None:
         return "the connection was closed during a transfer"
     if isinstance(error, aiohttp.ClientPayloadError):

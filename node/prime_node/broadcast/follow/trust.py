@@ -29,6 +29,7 @@ from typing import NoReturn, TypeVar
 from prime_node.broadcast.follow.pinned import is_by_unknown_key, newest_ring_kept
 from prime_node.files import disk_faults, read_or_begin, write_durably
 from prime_node.inside import place
+from prime_node.patience import without_numbers
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import TIMESTAMP_NAME, amendment_name, key_ring_name
 from prime_node.ports.transport import StatementSource, TimestampSource, Unreachable
@@ -147,9 +148,9 @@ class Trust:
         chosen = self._rng.sample(peers, min(PEERS_ASKED_MAX, len(peers)))
         await asyncio.gather(*(self._ask_peer(name, peer) for name, peer in chosen))
         fault = self.fault()
-        if fault != self._said:
+        if without_numbers(fault) != self._said:
             log.warning("%s", f"{fault}; waiting" if fault else "the newest policy is known again")
-        self._said = fault
+        self._said = without_numbers(fault)
 
     async def verified(self, check: Callable[[], T]) -> T:
         """Return the result of `check`; retry it with the newest keys if no known key made a signature.
@@ -189,9 +190,9 @@ class Trust:
             await self._follow_calibrations(source)
         except (RemoteError, Unreachable, TimeoutError) as error:
             reason = str(error) or f"no whole answer within {ANSWER_S_MAX:g} s"
-            if reason != self._reasons.get(name):
-                log.warning("source %s: %s", name, error)
-        self._reasons[name] = reason
+            if without_numbers(reason) != self._reasons.get(name):
+                log.warning("source %s: %s", name, reason)
+        self._reasons[name] = without_numbers(reason)
 
     async def _ask_peer(self, name: str, peer: TimestampSource) -> None:
         try:

@@ -241,5 +241,6 @@ class Directory:
                 self.take_in(text, age_s_max=LIST_AGE_S_MAX)
             except (RemoteError, Unreachable, TimeoutError) as error:
                 if not (isinstance(error, RemoteError) and error.code is ErrorCode.MALFORMED):
-                    log.info("a peer sent no list of peers: %s", error)
+                    reason = str(error) or f"no whole answer within {LIST_S_MAX:g} s"
+                    log.info("a peer sent no list of peers: %s", reason)
             await asyncio.sleep(0)

@@ -133,8 +133,13 @@ class PartStore:
                 return
             raise
         try:
+            rest = memoryview(data)
             with naming(self._partial(digest)):
-                os.pwrite(descriptor, data, start)
+                while (
+                    rest
+                ):  # a disk that has room for some bytes takes these, and reports no error before the next ones
+                    num_bytes = os.pwrite(descriptor, rest, start)
+                    rest, start = rest[num_bytes:], start + num_bytes
         finally:
             os.close(descriptor)
 

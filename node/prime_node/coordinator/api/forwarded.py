@@ -109,10 +109,10 @@ class ForwardedCalls:
                 assert isinstance(admitted.message, HeartbeatRequest)
                 reply = leasing.answer_heartbeat(signer, admitted.message)
                 answers.append((admitted.sender is not None and admitted.sender.is_role, reply.body))
-            except Exception as error:  # noqa: BLE001 (the other heartbeats of the call have no part in it)
-                fault = error if isinstance(error, RemoteError) else served.fault_for(error, address)
-                outcome = fault.code
-                answers.append(fault_head(fault))
+            except Exception as fault:  # noqa: BLE001 (the other heartbeats of the call have no part in it)
+                answered = fault if isinstance(fault, RemoteError) else served.fault_for(fault, address)
+                outcome = answered.code
+                answers.append(fault_head(answered))
             outcomes[outcome] += 1
         for outcome, count in outcomes.items():
             served.metrics.add("prime_requests_total", count, endpoint=HEARTBEAT_PATH, outcome=outcome)
