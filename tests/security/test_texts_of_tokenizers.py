@@ -47,3 +47,32 @@ def test_no_tokens_are_decoded_to_a_text_that_fills_the_memory(folder: Path) -> 
     assert tokenizer.decode([97] * 1_000) == "a" * 100_000
     with pytest.raises(ValueError, match="tokens may be above"):
         tokenizer.decode([97] * 400_000)
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+BACK = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+META = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+BLANKS = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+
+
+def steps(name: str, *of: dict[str, object]) -> dict[str, object]:
+    return {"type": "Sequence", name: of}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "NFC"}, "pre_tokenizer": steps("pretokenizers", BYTES), "post_processor": BYTES},
+        {
+            "normalizer": steps("normalizers", {"type": "Prepend", "prepend": "\u2581"}, SPACES),
+            "decoder": steps("decoders", BACK, {"type": "ByteFallback"}, {"type": "Fuse"}, STRIP),
+        },
+        {"normalizer": steps("normalizers", {"type": "NFKC"}, BLANKS), "pre_tokenizer": META, "decoder": META},
+    ],
+    ids=["Qwen", "Llama 2", "XGLM"],
+)
+def test_the_steps_of_published_tokenizers_pass(folder: Path, parts: dict[str, object]) -> None:
+    change(folder / "tokenizer.json", **parts)
+    assert HfTokenizer(folder).encode("sun " * 30_000)
