@@ -52,6 +52,14 @@ def _model_file_name(name: str) -> str:
     return name
 
 
+def may_be_listed(name: str) -> bool:
+    """Return whether a run may have a model file of this name."""
+    try:
+        return re.fullmatch(MODEL_FILE_NAME[1:-1], _model_file_name(name)) is not None
+    except ValueError:
+        return False
+
+
 ModelFileName = Annotated[
     str,
     Field(min_length=1, max_length=limits.NAME_CHARS_MAX, pattern=MODEL_FILE_NAME),

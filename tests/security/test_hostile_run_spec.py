@@ -146,6 +146,17 @@ async def test_a_file_that_is_a_link_is_replaced_and_not_followed(tmp_path: Path
     assert not (tmp_path / "model" / "tokenizer.json").is_symlink()
 
 
+async def test_no_model_file_of_another_run_that_used_the_folder_before_stays(tmp_path: Path) -> None:
+    """Before, its chat template, which the run does not list, made the prompts of the next run."""
+    model = tmp_path / "model"
+    for name in ("chat_template.jinja", "added_tokens.json", "tokenizer.json"):
+        await fetch_model_files([Source()], unchecked(name), model)  # type: ignore[list-item]
+    (model / "model.safetensors.index.json").write_text("{}")  # no run lists it
+    (model / "weights").mkdir()
+    await fetch_model_files([Source()], unchecked("tokenizer.json"), model)  # type: ignore[list-item]
+    assert all_below(model) == {"tokenizer.json", "model.safetensors.index.json", "weights"}
+
+
 async def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     outside = tmp_path / "home"
     outside.mkdir()

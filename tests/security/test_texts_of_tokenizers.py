@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ META = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"
 BLANKS = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
 
 
-def steps(name: str, *of: dict[str, object]) -> dict[str, object]:
+def steps(name: str, *of: Mapping[str, object]) -> dict[str, object]:
     return {"type": "Sequence", name: of}
 
 

@@ -25,6 +25,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, LimitExceeded, LocalError, RemoteError
 from prime_protocol.key_ring import KeyChain, KeyRing, Role
+from prime_protocol.names import may_be_listed
 from prime_protocol.run_spec import ModelFile, PinnedRun, open_run_spec
 from prime_protocol.timestamp import Timestamp, open_timestamp, require_named
 
@@ -117,14 +118,23 @@ async def fetch_amendments(source: StatementSource, run: PinnedRun) -> None:
 async def fetch_model_files(sources: Sequence[CheckpointSource], run: PinnedRun, folder: Path) -> Path:
     """Put every model file into `folder`, and return `folder`. Files that are there already stay untouched.
 
-    Raises RemoteError or Unreachable.
+    Those that another run has listed, which used the folder before, are removed: libraries would read them too. Raises
+    RemoteError or Unreachable.
     """
     for file in run.spec.model_files:
         if not await asyncio.to_thread(is_stored, folder, file):
             asks = [partial(_fetch, source, file, run) for source in sources]
             data = await first_answer(asks, hedge_s=HEDGE_S + file.size / BYTES_PER_S)
             await asyncio.to_thread(store_model_file, folder, file.name, data)
+    await asyncio.to_thread(_remove_others, folder, run)
     return folder
+
+
+def _remove_others(folder: Path, run: PinnedRun) -> None:
+    listed = {file.name for file in run.spec.model_files}
+    for path in folder.iterdir():
+        if path.name not in listed and may_be_listed(path.name) and not path.is_dir():
+            path.unlink()
 
 
 def model_files_in(folder: Path, run: PinnedRun) -> dict[str, bytes]:
