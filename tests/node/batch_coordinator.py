@@ -26,6 +26,7 @@ from prime_protocol.digest import digest_of
 from prime_protocol.envelope import Envelope, PayloadType, seal
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.identity import SigningKey
+from prime_protocol.limits import Limits
 from prime_protocol.manifest import SignedManifest, open_manifest
 from prime_protocol.parcel import pack_parcel
 from prime_protocol.replay import ReplayPolicy
@@ -82,6 +83,7 @@ def make_run(
         rollouts_per_group=ROLLOUTS,
         adapters=adapters,
         replay=replay,
+        limits=Limits(prompt_tokens_max=1_024),
     )
     return pinned(spec, ROOT)
 
