@@ -9,14 +9,16 @@ import random
 import re
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from tests.node.seeded_parts_world import SimulatedProcess, SimulatedServer, SkewedClock
 
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import Request, Response, Route
+from prime_protocol.body_claim import CLAIM_HEADER, claim_of
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -30,7 +32,7 @@ from prime_protocol.timestamp import Timestamp, check_follows, check_fresh
 RETRIED = {ErrorCode.EXPIRED, ErrorCode.WRONG_EPOCH, ErrorCode.REPLAYED, ErrorCode.TOO_MANY_REQUESTS}
 """Errors after which a client signs again and repeats."""
 WORK_TWICE = ("/v1/rollouts", "/v1/blobs", "/v1/manifests")
-"""Uploads, which have no nonce: what is stored twice is the same."""
+"""Uploads: what is stored twice is the same."""
 LOST_SHARE, REPEATED_SHARE = 0.03, 0.05
 ANSWER_S_MAX = 120.0
 """Time in which a running process answers a request or breaks its connection, whatever fails behind it."""
@@ -70,10 +72,11 @@ class BadNetwork:
         if self.cut_off[name] or self._is_drawn(LOST_SHARE):
             raise Unreachable("the request was lost")
         body, place = make(), self.asked.get(name, 0)
+        headers = {CLAIM_HEADER.lower(): self.announced(key, body)} if path == "/v1/rollouts" else {}
         if self._is_drawn(REPEATED_SHARE):
             places = (place, self.drawn.randrange(len(self.places)) if self.has_gateways else place)
             answers = await asyncio.gather(
-                *(self.deliver(path, body, method, template, at) for at in places), return_exceptions=True
+                *(self.deliver(path, body, method, template, at, headers) for at in places), return_exceptions=True
             )
             answered = [one for one in answers if not isinstance(one, BaseException)]
             assert len(answered) < 2 or path in WORK_TWICE or method == "GET", f"{path}: one request worked twice"
@@ -81,7 +84,7 @@ class BadNetwork:
             if isinstance(found, BaseException):
                 raise found
         else:
-            found = await self.deliver(path, body, method, template, place)
+            found = await self.deliver(path, body, method, template, place, headers)
         await asyncio.sleep(self.pace * self.drawn.uniform(0.0, 0.3))
         if self.cut_off[name] or self._is_drawn(LOST_SHARE):
             raise Unreachable("the answer was lost")
@@ -91,7 +94,13 @@ class BadNetwork:
         return self.is_noisy and self.drawn.random() < share
 
     async def deliver(
-        self, path: str, body: bytes, method: str = "GET", template: str = "", place: int = 0
+        self,
+        path: str,
+        body: bytes,
+        method: str = "GET",
+        template: str = "",
+        place: int = 0,
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[int, bytes]:
         at = self.places[place % len(self.places)]
         if not at.process.may_act.is_set():
@@ -101,7 +110,7 @@ class BadNetwork:
         if route is None:
             raise Unreachable("nothing listens")
         params = dict(zip(_names(template), path.split("/")[3:], strict=False)) if template else {}
-        answering = asyncio.ensure_future(_answer(route, Request(params, body, {}, "127.0.0.1")))
+        answering = asyncio.ensure_future(_answer(route, Request(params, body, headers, "127.0.0.1")))
         web.answering[answering] = None
         try:
             await asyncio.wait({answering}, timeout=ANSWER_S_MAX)
@@ -130,6 +139,13 @@ class BadNetwork:
             "request": message.model_dump(mode="json"),
         }
         return seal(json.dumps(fields).encode(), PayloadType.REQUEST, key).to_bytes()
+
+    def announced(self, key: SigningKey, body: bytes) -> str:
+        """Return what announces a body, by the clock of its sender."""
+        now_ms, nonce = self.clock_of(key).now_ms(), secrets.token_hex(16)
+        return claim_of(
+            body, key, run=self._run.digest, action="rollouts", nonce=nonce, now_ms=now_ms, epoch=self.epoch
+        )
 
     def clock_of(self, key: SigningKey) -> SkewedClock:
         return self.clocks.setdefault(name_of(key), SkewedClock())
