@@ -124,6 +124,18 @@ def test_the_cursor_of_an_earlier_release_is_read(book: ReceiptBook, tmp_path: P
     assert (reopened(tmp_path).cursor, reopened(tmp_path).tally()) == (2, book.tally())
 
 
+def test_the_cursor_of_another_run_that_used_the_folder_before_counts_for_nothing(
+    book: ReceiptBook, tmp_path: Path
+) -> None:
+    """Before, a run whose coordinator had named a large cursor hid the receipts of each later run in the same folder."""
+    other = make_run(name="other")
+    book.add(ReceiptList(receipts=(), next=10**15), now_ms=0)
+    assert ReceiptBook(tmp_path, run=other, worker=WORKER.key_id).cursor == 0
+    note(book, 0, BundleStatus.ACCEPTED)
+    assert reopened(tmp_path).cursor == 10**15 + 1
+    assert ReceiptBook(tmp_path, run=other, worker=WORKER.key_id).cursor == 0
+
+
 def test_an_answer_without_receipts_touches_no_file(book: ReceiptBook, tmp_path: Path) -> None:
     book.add(ReceiptList(receipts=(), next=0), now_ms=0)
     assert list(tmp_path.iterdir()) == []

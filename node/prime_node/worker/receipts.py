@@ -149,6 +149,9 @@ class ReceiptBook:
                 self._note(self._parsed(envelope.payload), envelope.digest)
             except RemoteError as error:
                 log.warning("receipts %s: skipping a line: %s", self._file, error)
+                self.cursor = 0  # of another run, which used the folder before
+        if not envelopes:
+            self.cursor = 0
         self._restore_answered(noted)
 
     def note_lease(self, lease: Lease, envelope: Envelope) -> None:
