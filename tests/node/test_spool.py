@@ -10,14 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.builder import build_header, build_lease
 from tests.node.spool_world import Receiver, flush_all, make_spool
-from tests.node.worker_world import names_in
+from tests.node.worker_world import WORKER, make_run, names_in
 from tests.time_world import VirtualClock
 
 from prime_node.ports.transport import Unreachable
 from prime_node.worker.spool import REFUSED_LINES_MAX, Spool
+from prime_protocol.assignment import GroupAssignment, Problem
 from prime_protocol.digest import digest_of
+from prime_protocol.envelope import PayloadType
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
+from prime_protocol.parcel import pack_parcel
 from prime_protocol.replies import UploadReply
 from prime_protocol.verdict import RejectReason, Verdict
 
@@ -83,6 +87,24 @@ async def test_a_verdict_in_the_answer_is_noted(tmp_path: Path) -> None:
     await spool.put(b"late", LEASE)
     await flush_all(spool, upload)
     assert '"stale"' in (tmp_path / "refused.jsonl").read_text()
+
+
+async def test_a_bundle_of_another_run_that_used_the_folder_before_is_not_sent_to_this_one(tmp_path: Path) -> None:
+    """Before, the next run's coordinator got it, and the work was lost for the run that it was made for."""
+    own, other = make_run(), make_run(name="other")
+    group = GroupAssignment(slot=0, problem=Problem(environment="letters", index=0), prompt_token_ids=(1,), seeds=(0,))
+    parcels = [
+        pack_parcel(build_header(build_lease(run, WORKER, [group]), b"body", 4), b"body", PayloadType.ROLLOUT, WORKER)
+        for run in (own, other)
+    ]
+    clock = VirtualClock()
+    spool = Spool(tmp_path, bytes_max=2**20, clock=clock, rng=random.Random(1), run=own.digest)
+    for parcel in (parcels[1], parcels[0]):
+        await spool.put(parcel, LEASE)
+    receiver = Receiver()
+    await flush_all(spool, receiver)
+    assert receiver.taken == [parcels[0]]
+    assert list(make_spool(tmp_path).lease_ids) == [LEASE], "it waits for its own run"
 
 
 async def test_the_log_of_refusals_is_bounded(tmp_path: Path) -> None:

@@ -28,8 +28,11 @@ from prime_node.patience import Backoff, may_pass
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import of_lease, spanned
+from prime_protocol.envelope import parse_json
 from prime_protocol.errors import RemoteError
+from prime_protocol.parcel import open_parcel
 from prime_protocol.replies import UploadReply
+from prime_protocol.rollout import RolloutHeader
 from prime_protocol.visible import number_of
 
 log = logging.getLogger(__name__)
@@ -48,9 +51,12 @@ class _Entry:
 class Spool:
     """A folder of bundles, oldest first. One process at a time."""
 
-    def __init__(self, folder: Path, *, bytes_max: int, clock: Clock, rng: random.Random) -> None:
-        """Load the bundles of the previous process. Raises LocalError."""
-        self._folder = folder
+    def __init__(self, folder: Path, *, bytes_max: int, clock: Clock, rng: random.Random, run: str = "") -> None:
+        """Load the bundles of the previous process. Raises LocalError.
+
+        With `run`, those of another run, which used the folder before, stay on the disk: its work is not this coordinator's.
+        """
+        self._folder, self._run = folder, run
         self._bytes_max = bytes_max
         self._clock = clock
         self._rng = rng
@@ -107,8 +113,8 @@ class Spool:
                 await self._changed.wait_for(lambda: self._entries)
             entry = self._entries[0]
             with self._on_disk():
-                await self._send(entry.path, upload)
-                await asyncio.to_thread(entry.path.unlink, missing_ok=True)
+                if await self._send(entry.path, upload):
+                    await asyncio.to_thread(entry.path.unlink, missing_ok=True)
             async with self._changed:
                 self._entries.popleft()
                 self._changed.notify_all()
@@ -122,14 +128,19 @@ class Spool:
         """Return whether there is no room. A bundle larger than the whole limit still goes into an empty spool."""
         return bool(self._entries) and self.num_bytes + incoming > self._bytes_max
 
-    async def _send(self, path: Path, upload: Callable[[bytes], Awaitable[UploadReply]]) -> None:
-        """Send a bundle, retrying until the coordinator has given a final answer."""
+    async def _send(self, path: Path, upload: Callable[[bytes], Awaitable[UploadReply]]) -> bool:
+        """Send a bundle, retrying until the coordinator has given a final answer. Return whether it is done with."""
         backoff = Backoff(self._rng)
         try:
             parcel = await asyncio.to_thread(read_regular, path)  # follow no link: it would upload another file
         except FileNotFoundError:
             log.warning("finished work %s is missing on this disk; its lease will be given to another worker", path)
-            return
+            return True
+        if self._run and (other := _run_of(parcel)) not in ("", self._run):
+            log.warning(
+                "finished work %s stays on this disk: it is of run %s, join that to upload it", path, other[:12]
+            )
+            return False
         while True:
             try:
                 with spanned("upload", of_lease(path.stem.partition("-")[2]), num_bytes=len(parcel)):
@@ -137,7 +148,7 @@ class Spool:
             except (Unreachable, RemoteError) as error:
                 if isinstance(error, RemoteError) and not may_pass(error):
                     await asyncio.to_thread(self._note_refusal, path, error.code, error.detail)
-                    return
+                    return True
                 pause_s = backoff.next_s(error)
                 log.info("bundle %s: %s; sending it again in %.1f s", path.stem, error, pause_s)
             else:
@@ -145,7 +156,7 @@ class Spool:
                 self.bytes_uploaded += len(parcel)
                 if reply.verdict is not None and reply.verdict.reason is not None:
                     await asyncio.to_thread(self._note_refusal, path, reply.verdict.reason, reply.verdict.detail)
-                return
+                return True
             await self._clock.sleep(pause_s)
 
     def _note_refusal(self, path: Path, reason: str, detail: str) -> None:
@@ -157,3 +168,11 @@ class Spool:
 
     def _on_disk(self) -> AbstractContextManager[None]:
         return disk_faults(f"finished work {self._folder}")
+
+
+def _run_of(parcel: bytes) -> str:
+    """Return the run that a bundle names; empty if it cannot be read."""
+    try:
+        return parse_json(open_parcel(parcel, body_bytes_max=len(parcel)).envelope.payload, RolloutHeader).run
+    except RemoteError:
+        return ""

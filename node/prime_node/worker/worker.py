@@ -183,7 +183,8 @@ class Worker:
         self._may_fetch_ahead = bool(self.run.spec.admission.lag_leased)
         self.room = asyncio.Semaphore(1 + (self.config.leases_ahead or 0) * self._may_fetch_ahead)
         self.open_leases = asyncio.Semaphore(self.run.spec.limits.leases_per_worker_max)
-        self.spool = Spool(self.folder / "spool", bytes_max=self.config.spool_bytes_max, clock=self.clock, rng=rng)
+        room = self.config.spool_bytes_max
+        self.spool = Spool(self.folder / "spool", bytes_max=room, clock=self.clock, rng=rng, run=self.run.digest)
         self.recent = RecentWork(self.folder)
         self.receipts = ReceiptBook(self.folder, run=self.run, worker=self.key.key_id)
         request = JoinRequest(
