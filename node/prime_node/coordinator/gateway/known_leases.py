@@ -25,7 +25,7 @@ from prime_protocol.run_spec import PinnedRun
 
 REMEMBERED = 65_536
 """Leases, workers and claims that are remembered, each."""
-LEASE_BYTES_MAX = 2**20
+LEASE_BYTES_MAX = 2**16
 """A longer lease is not remembered: to look into it would delay other requests."""
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
