@@ -21,7 +21,6 @@ import contextlib
 import fcntl
 import hashlib
 import http.client
-import importlib.machinery
 import json
 import os
 import re
@@ -54,6 +53,7 @@ FILE_S_MAX = 600.0
 """Seconds for one file of a release: a source that sends a byte a minute would take years."""
 LINK_CHARS_MAX = 2**14
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,120}")
+WHEELS = (r"prime_node-.*\.whl$", r"pip-.*\.whl$")
 VERSION = re.compile(r"\d{1,6}\.\d{1,6}\.\d{1,6}")
 
 
@@ -190,17 +190,16 @@ def joined(locks: list[str]) -> list[str]:
     return list(dict.fromkeys(entry for entry in entries if "==" in entry))
 
 
-def pip_of(folder: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the command that installs into an environment in a folder, and the steps that make that environment.
+def pip_of(folder: Path, pip: Path) -> tuple[list[str], list[str]]:
+    """Return the command that installs into an environment in a folder, and the one that makes that environment.
 
-    -I: none imports modules from the folder in which this program was called. The locks name every package, and each of
-    them has a wheel: pip looks for no other package (--no-deps), and builds none.
+    A release brings the wheel of its pip: the Python of a new Debian or Ubuntu has none, nor a way to make one. -I: neither
+    imports modules from the folder in which this program was called. The locks name every package, and each of them has a
+    wheel: pip looks for no other package (--no-deps), and builds none.
     """
-    has_pip = importlib.machinery.PathFinder.find_spec("pip") is not None
-    python = str(folder / "bin" / "python")
-    pip = [sys.executable, "-I", "-m", "pip", "--python", python] if has_pip else [python, "-I", "-m", "pip"]
-    install = [*pip, "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
-    return install, [[sys.executable, "-I", "-m", "venv", *(["--without-pip"] if has_pip else []), str(folder)]]
+    install = [str(folder / "bin" / "python"), "-I", str(pip / "pip"), "install", "--quiet"]
+    install += ["--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+    return install, [sys.executable, "-I", "-m", "venv", "--without-pip", str(folder)]
 
 
 def _run_step(step: list[str], version: str) -> None:
@@ -234,25 +233,25 @@ def add_torch_for_cpus(install: list[str], entries: list[str], version: str) -> 
 
 def make_environment(folder: Path, source: str, release: dict[str, Any], roles: list[str]) -> str:
     """Make the environment of a version for some roles. Return the wheel's name. Raises Stop, having removed it, if pip fails."""
-    wheel = next((name for name in release["files"] if name.endswith(".whl")), "")
-    if wheel == "":
-        raise Stop(f"{source}: release.json names no wheel")
+    wheel, pip = (next((file for file in release["files"] if re.match(form, file)), "") for form in WHEELS)
+    if "" in (wheel, pip):
+        raise Stop(f"{source}: release.json names no wheel of prime-node, or none of pip")
     locks = sorted({lock for role in roles for lock in LOCKS[role]})
     entries = joined([checked(source, release, f"{name}.txt").decode() for name in locks])
     print(f"installing {len(entries)} packages for {', '.join(roles)}: a minute, or ten on a busy machine", flush=True)
-    install, steps = pip_of(folder)
     try:
         with tempfile.TemporaryDirectory() as name:
             place = Path(name)
-            (place / wheel).write_bytes(checked(source, release, wheel))
-            for step in steps:
-                _run_step(step, release["version"])
+            for file in (wheel, pip):
+                (place / file).write_bytes(checked(source, release, file))
+            install, make = pip_of(folder, place / pip)
+            _run_step(make, release["version"])
             entries = add_torch_for_cpus(install, entries, release["version"])
             (place / "lock.txt").write_text("\n".join([*entries, ""]))
             if entries:
                 print(f"{len(entries)} packages with their digests", flush=True)
                 _run_step([*install, "--require-hashes", "-r", str(place / "lock.txt")], release["version"])
-            _run_step([*install, str(place / wheel)], release["version"])
+            _run_step([*install, str(place / pip), str(place / wheel)], release["version"])
     except Stop:
         shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -388,6 +387,8 @@ def main() -> None:
         print(install(arguments))
     except (Stop, KeyError, OSError, ValueError) as error:
         sys.exit(f"install: {shown(str(error))}")
+    except KeyboardInterrupt:
+        sys.exit("install: interrupted: nothing that was in use is changed, and another call begins again")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import tutorials
 
 ROOT = Path(__file__).resolve().parent.parent
+PIP = "pip==26.3 --hash=sha256:f3b60b20ffaadd4415ed7957212a38ac63fa4c5fa375bd0f4a797777940fad13"
+"""The pip that a release folder brings for its installer, since the Python of a new Debian or Ubuntu has none."""
 TRIED = ("--version", "config")
 """Commands that are tried with the installed wheel."""
 
@@ -286,11 +288,19 @@ def lines(first: Packages, folder: Path) -> Iterator[tuple[bool, str]]:
 
 
 def sign_release(folder: Path, key_file: Path) -> None:
-    """Write release.json with the digests of a folder's files, its signature, and the installer with the public key."""
+    """Add pip, the installer with the public key, release.json with all digests, and its signature to a folder.
+
+    Raises NotPossible if pip cannot be had.
+    """
     from prime_node import __version__
     from prime_node.keyfile import load_or_create
     from prime_protocol.run_spec import PROTOCOL_VERSION
 
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--dest", str(folder), "--require-hashes", "-r", "/dev/stdin"]
+    ran = subprocess.run(command, input=PIP, capture_output=True, text=True)
+    if ran.returncode != 0:
+        raise NotPossible(f"{PIP.split()[0]} could not be downloaded: {ran.stderr.strip()}")
     key = load_or_create(key_file)
     text = (ROOT / "scripts" / "install.py").read_text()
     (folder / "install.py").write_text(text.replace('KEY = ""', f'KEY = "{key.public.raw.hex()}"', 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import ensurepip
 import hashlib
 import json
 import os
@@ -28,7 +29,9 @@ from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 
 INSTALL: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "install.py"))
+DEBIANS = Path("/usr/share/python-wheels")
 KEY = SigningKey(b"a key of releases for this test.")
+PIP = next(path for place in (Path(ensurepip.__file__).parent / "_bundled", DEBIANS) for path in place.glob("pip-*.whl"))
 STARTS = "import sys\ndef main():\n    print('{version}')\n"
 FAILS = "import sys\ndef main():\n    sys.exit('no such module: something')\n"
 
@@ -49,6 +52,7 @@ def release(folder: Path, version: str, program: str = STARTS, key: SigningKey =
             wheel.writestr(path, text)
     for lock in ("verifier", "operator", "envs"):
         (folder / f"{lock}.txt").write_text("# nothing\n")
+    shutil.copy(PIP, folder)
     (folder / "install.py").write_bytes((ROOT / "scripts" / "install.py").read_bytes())
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
     text = json.dumps({"version": version, "python": ["3.11", "3.15"], "notes": f"News of {version}", "files": digests})
@@ -61,9 +65,11 @@ def _digest(text: str) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
 
 
-def run_installer(folder: Path, home: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def run_installer(
+    folder: Path, home: Path, *options: str, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
     """Call the installer of a release in the release's folder, from where nothing may be imported."""
-    command = [sys.executable, "-I", "install.py", "--role", "verifier", "--key", KEY.public.raw.hex(), *options]
+    command = [python, "-I", "install.py", "--role", "verifier", "--key", KEY.public.raw.hex(), *options]
     environment = {"HOME": str(home), "PATH": os.environ["PATH"]}
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
 
@@ -199,9 +205,27 @@ def test_the_cpu_build_of_torch_brings_no_package_without_a_digest(tmp_path: Pat
         ["# made\nnumpy==2.0 \\\n    --hash=1\ntorch==2.1 \\\n    --hash=2\n", "numpy==2.0 \\\n    --hash=1\n"]
     )
     assert [entry.split()[0] for entry in entries] == ["numpy==2.0", "torch==2.1"]
-    install, steps = INSTALL["pip_of"](tmp_path / "versions")
+    install, make = INSTALL["pip_of"](tmp_path / "versions", tmp_path / "pip.whl")
     assert {"--no-deps", "--only-binary"} <= set(install), "pip builds no package, and looks for none"
-    assert all(step[1] == "-I" for step in (install, *steps))
+    assert install[1] == make[1] == "-I"
+
+
+@pytest.mark.slow
+def test_a_python_without_pip_and_ensurepip_installs_a_release(tmp_path: Path) -> None:
+    """Such is the Python of a new Debian or Ubuntu. Before, the installer asked for python3-venv, and so for root."""
+    library = tmp_path / "lib" / Path(os.__file__).parent.name
+    library.mkdir(parents=True)
+    for path in Path(os.__file__).parent.iterdir():
+        if path.name not in ("ensurepip", "site-packages", "dist-packages"):
+            (library / path.name).symlink_to(path)
+    (tmp_path / "bin").mkdir()
+    python = shutil.copy(Path(sys.executable).resolve(), tmp_path / "bin" / "python3")
+    lacks = subprocess.run([python, "-I", "-c", "import ensurepip"], capture_output=True, text=True)
+    assert "No module named 'ensurepip'" in lacks.stderr
+    ran = run_installer(release(tmp_path / "release", "0.1.0"), tmp_path / "home", python=python)
+    assert ran.returncode == 0, ran.stderr
+    version = tmp_path / "home" / ".local" / "share" / "prime-node" / "current"
+    subprocess.run([str(version / "bin" / "python"), "-m", "pip", "--version"], check=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux" or shutil.which("nvidia-smi") is not None, reason="needs no CPU build here")

@@ -131,8 +131,7 @@ def _of_release(extras: tuple[str, ...], folder: Path, kept: dict[str, Any]) -> 
     )
     wanted = f"prime-node[{','.join(extras)}] @ {wheel}"
     python = shlex.quote(str(Path(sys.prefix) / "bin" / "python"))
-    pip = f"{python} -m pip" if _has_pip() else f"python3 -m pip --python {python}"
-    return f"{pip} install {shlex.quote(wanted)}"
+    return f"{python} -m pip install {shlex.quote(wanted)}"
 
 
 def _parts(roles: tuple[str, ...]) -> tuple[str, ...]:
