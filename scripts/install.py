@@ -198,7 +198,7 @@ def pip_of(folder: Path, pip: Path) -> tuple[list[str], list[str]]:
     wheel: pip looks for no other package (--no-deps), and builds none.
     """
     install = [str(folder / "bin" / "python"), "-I", str(pip / "pip"), "install", "--quiet"]
-    install += ["--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+    install += ["--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--no-compile"]
     return install, [sys.executable, "-I", "-m", "venv", "--without-pip", str(folder)]
 
 
@@ -252,6 +252,8 @@ def make_environment(folder: Path, source: str, release: dict[str, Any], roles: 
                 print(f"{len(entries)} packages with their digests", flush=True)
                 _run_step([*install, "--require-hashes", "-r", str(place / "lock.txt")], release["version"])
             _run_step([*install, str(place / pip), str(place / wheel)], release["version"])
+            compiles = ["-m", "compileall", "-q", "-j", "0", str(folder / "lib")]  # pip would use one processor
+            subprocess.run([install[0], "-I", *compiles], capture_output=True, check=False)
     except Stop:
         shutil.rmtree(folder, ignore_errors=True)
         raise
