@@ -29,10 +29,12 @@ from prime_protocol.errors import LocalError
 from prime_protocol.identity import SigningKey
 
 INSTALL: dict[str, Any] = runpy.run_path(str(ROOT / "scripts" / "install.py"))
-DEBIANS = Path("/usr/share/python-wheels")
+WHEELS_OF_DEBIAN = Path("/usr/share/python-wheels")
 KEY = SigningKey(b"a key of releases for this test.")
 PIP = next(
-    path for place in (Path(ensurepip.__file__).parent / "_bundled", DEBIANS) for path in place.glob("pip-*.whl")
+    path
+    for place in (Path(ensurepip.__file__).parent / "_bundled", WHEELS_OF_DEBIAN)
+    for path in place.glob("pip-*.whl")
 )
 STARTS = "import sys\ndef main():\n    print('{version}')\n"
 FAILS = "import sys\ndef main():\n    sys.exit('no such module: something')\n"
