@@ -223,7 +223,7 @@ def test_a_python_without_pip_and_ensurepip_installs_a_release(tmp_path: Path) -
         if path.name not in ("ensurepip", "site-packages", "dist-packages"):
             (library / path.name).symlink_to(path)
     (tmp_path / "bin").mkdir()
-    python = shutil.copy(Path(sys.executable).resolve(), tmp_path / "bin" / "python3")
+    python = str(shutil.copy(Path(sys.executable).resolve(), tmp_path / "bin" / "python3"))
     lacks = subprocess.run([python, "-I", "-c", "import ensurepip"], capture_output=True, text=True)
     assert "No module named 'ensurepip'" in lacks.stderr
     ran = run_installer(release(tmp_path / "release", "0.1.0"), tmp_path / "home", python=python)
