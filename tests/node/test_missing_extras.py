@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import Distribution
@@ -15,7 +17,15 @@ from tests.node.clean_world import ROOT, core_distributions, make_clean_site, ru
 
 import prime_node
 from prime_node.cli import missing_extra
-from prime_node.cli.missing_extra import COMMAND_EXTRAS, EXTRAS, NEEDED, ROLES, how_to_install, missing_module
+from prime_node.cli.missing_extra import (
+    COMMAND_EXTRAS,
+    EXTRAS,
+    NEEDED,
+    ROLES,
+    how_to_install,
+    missing_module,
+    needing_extra,
+)
 from prime_node.cli.outcome import outcome_of
 from prime_protocol.errors import LocalError
 
@@ -156,3 +166,23 @@ def test_the_table_of_extras_has_every_extra_and_every_optional_module() -> None
 
 def test_an_error_of_an_extra_is_a_fault_of_this_machine() -> None:
     assert isinstance(missing_module(ModuleNotFoundError("no", name="torch"), "join"), LocalError)
+
+
+def test_no_garbage_is_searched_while_an_extra_is_imported_and_what_came_is_never_searched() -> None:
+    def import_torch() -> None:
+        with needing_extra("trainer", "tests"):
+            assert not gc.isenabled()
+            raise ImportError("torch")
+
+    with pytest.raises(LocalError, match="trainer"):
+        import_torch()
+    assert gc.isenabled()
+    program = (
+        "import gc\n"
+        "from prime_node.cli.missing_extra import needing_extra\n"
+        "with needing_extra('trainer', 'tests'):\n"
+        "    import numpy.testing\n"
+        "print(gc.isenabled(), gc.get_freeze_count() > 10_000)"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.split() == ["True", "True"]

@@ -7,6 +7,7 @@ it names the checkout, the release folder, or the wheel file that this installat
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shlex
@@ -72,11 +73,21 @@ def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
 
 @contextlib.contextmanager
 def needing_extra(extra: str, purpose: str) -> Iterator[None]:
-    """Raise LocalError, with the command that installs the extra, if an import in the block fails."""
+    """Raise LocalError, with the command that installs the extra, if an import in the block fails.
+
+    Garbage is not searched for meanwhile: among the million objects of torch and transformers that takes a sixth of their import.
+    """
+    is_enabled, known = gc.isenabled(), len(sys.modules)
+    gc.disable()
     try:
         yield
     except ImportError as error:
         raise missing_extra(extra, purpose, error) from None
+    finally:
+        if len(sys.modules) > known:
+            gc.freeze()  # what was imported stays
+        if is_enabled:
+            gc.enable()
 
 
 def missing_module(error: ModuleNotFoundError, command: str = "") -> LocalError | None:

@@ -227,7 +227,8 @@ async def trust(
 
 def check_model(model: Path, run: PinnedRun) -> None:
     """Check, before anything is built, that run and model fit together: vocabulary, lengths, size. Raises LocalError."""
-    from prime_node.adapters.models.model_config import require_fitting, require_within
+    with needing_extra("trainer", "workers, validators and trainers"):
+        from prime_node.adapters.models.model_config import require_fitting, require_within
 
     longest = max(map(run.spec.context_tokens_max, run.spec.environments))
     require_fitting(model, vocab_size=run.spec.vocab_size, context_tokens_max=longest)

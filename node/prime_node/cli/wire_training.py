@@ -93,11 +93,12 @@ def train_backend(
 
     `on_pass` gets how many passes of a batch are done, and their number; not on several ranks.
     """
-    from prime_node.adapters.models.lora import LoraSettings
-    from prime_node.adapters.training.leading_backend import LeadingBackend
-    from prime_node.adapters.training.ranks import ALONE, Ranks
-    from prime_node.adapters.training.sharding import Placement
-    from prime_node.adapters.training.torch_backend import make_backend
+    with needing_extra("trainer", "trainers"):
+        from prime_node.adapters.models.lora import LoraSettings
+        from prime_node.adapters.training.leading_backend import LeadingBackend
+        from prime_node.adapters.training.ranks import ALONE, Ranks
+        from prime_node.adapters.training.sharding import Placement
+        from prime_node.adapters.training.torch_backend import make_backend
     from prime_node.algo.shares import Packing
 
     how = settings.ranks
