@@ -75,7 +75,7 @@ def missing_extra(extra: str, purpose: str, error: ImportError) -> LocalError:
 def needing_extra(extra: str, purpose: str) -> Iterator[None]:
     """Raise LocalError, with the command that installs the extra, if an import in the block fails.
 
-    Garbage is not searched for meanwhile: among the million objects of torch and transformers that takes a sixth of their import.
+    Meanwhile no garbage is searched for, which takes a sixth of the import of torch.
     """
     is_enabled, known = gc.isenabled(), len(sys.modules)
     gc.disable()
@@ -85,7 +85,7 @@ def needing_extra(extra: str, purpose: str) -> Iterator[None]:
         raise missing_extra(extra, purpose, error) from None
     finally:
         if len(sys.modules) > known:
-            gc.freeze()  # what was imported stays
+            gc.freeze()  # it stays
         if is_enabled:
             gc.enable()
 

@@ -227,7 +227,7 @@ async def trust(
 
 def check_model(model: Path, run: PinnedRun) -> None:
     """Check, before anything is built, that run and model fit together: vocabulary, lengths, size. Raises LocalError."""
-    with needing_extra("trainer", "workers, validators and trainers"):
+    with needing_extra("trainer", "the transformers engine, validators and the trainer"):
         from prime_node.adapters.models.model_config import require_fitting, require_within
 
     longest = max(map(run.spec.context_tokens_max, run.spec.environments))

@@ -1,11 +1,8 @@
 """The work on leases: request ahead, load, generate, sign and spool, or hand back.
 
-A lease decides which policy the engine loads, so queued leases of an older policy are finished with that policy. The
-engine loads only weights that the follower has verified. If it then computes something else, it is not used.
-
-Leases side by side. If the engine batches calls, the next lease begins as soon as the engine has room, and each lease's
-bundle is spooled when that lease is finished. Leases of another policy begin once the others are finished, or at once if the
-run lets completions span policies.
+A lease decides which policy the engine loads. If the engine batches calls, the next lease begins as soon as it has room, and
+each lease's bundle is spooled once it is finished. Leases of another policy begin once the others are finished, or at once if
+the run lets completions span policies.
 """
 
 from __future__ import annotations
