@@ -164,7 +164,7 @@ TOKENIZER_BYTES_MAX = 64 * 2**20
 VOCABULARY_MAX = 2**24
 """Tokens of a vocabulary; token ids are below it."""
 TOKENIZER_WORD_CHARS_MAX = 1_024
-"""One token of a vocabulary, a text around tokens, and the longest word that WordPiece divides; a token of Unigram: an eighth."""
+"""One token of a vocabulary. An eighth: one of Unigram, for unknown words or around tokens, and the longest word of WordPiece."""
 TOKENIZER_TEXT_BYTES_MAX = 2**23
 """A text that a tokenizer gets, times the factor by which it may lengthen texts: the library takes 200 bytes for each."""
 TOKENIZER_ENTRIES_MAX = 2**21

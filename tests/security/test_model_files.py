@@ -189,6 +189,7 @@ STEP = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 UNTYPED = {name: value for name, value in STEP.items() if name != "type"} | {"content": "a" * 1000}
 LONG = STEP | {"pattern": {"Regex": "a" * 4000}, "content": ""}
 SPLIT = {"type": "Split", "pattern": {"Regex": "a"}, "behavior": "Isolated", "invert": False}
+LONGER = STEP | {"content": "a" * 1000}
 WORDS = {"type": "WordPiece", "unk_token": "a", "vocab": {"a": 0}}
 SHOWN = {"Sequence": {"id": "A", "type_id": 0}}
 PADDING: dict[str, Any] = {
@@ -224,6 +225,20 @@ PADDING: dict[str, Any] = {
         ("normalizer", {"type": "Sequence", "normalizers": [LONG] * 8}, "characters"),
         ("normalizer", {"type": "Prepend", "prepend": "a" * 10**4}, "times as long"),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 20}, "times as long"),
+        ("normalizer", LONGER | {"prepend": ""}, "times as long"),
+        ("normalizer", LONGER | {"single": []}, "times as long"),
+        ("normalizer", LONGER | {"suffix": ""}, "times as long"),
+        ("normalizer", LONGER | {"precompiled_charsmap": "AAAAAA=="}, "times as long"),
+        ("decoder", LONGER | {"type": "another"}, "times as long"),  # it is a Replace all the same
+        ("decoder", LONGER | {"type": "NFC"}, "times as long"),
+        (
+            "normalizer",
+            {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "aaaa"}] * 60},
+            "times as long",
+        ),
+        ("normalizer", [STEP["pattern"], "a" * 1000], "normalizer is a step without a type"),
+        ("normalizer", [[[STEP["pattern"], "a" * 1000]]], "normalizer is a step without a type"),
+        ("normalizer", {"type": "Sequence", "normalizers": [["a" * 1000]]}, "normalizers.0 is a step without a type"),
         ("normalizer", {"type": "Sequence", "normalizers": [UNTYPED]}, "normalizers.0 is a step without a type"),
         ("normalizer", UNTYPED, "normalizer is a step without a type"),
         ("pre_tokenizer", {"type": "Sequence", "pretokenizers": [{"pattern": SPLIT["pattern"]}]}, "without a type"),
@@ -234,6 +249,8 @@ PADDING: dict[str, Any] = {
         ("model", {"type": "BPE", "vocab": {}, "merges": ["a b"] * (limits.TOKENIZER_ENTRIES_MAX + 1)}, "model.merges"),
         ("model", WORDS | {"max_input_chars_per_word": 10**9}, "max_input_chars_per_word"),
         ("model", WORDS | {"continuing_subword_prefix": "#" * 10**6}, "a token of 1,000,000"),
+        ("model", {"type": "BPE", "unk_token": "a" * 200, "vocab": {"a" * 200: 0}, "merges": []}, "a token of 200"),
+        ("model", {"type": "BPE", "vocab": {"b": 1, "a" * 200: 1}, "merges": []}, "a token of 200"),
         ("model", {"type": "Unigram", "unk_id": 0, "vocab": [["a" * 200, -1.0]]}, "a token of 200"),
         ("model", {"type": "BPE", "vocab": {"a" * 10**6: 1}, "merges": []}, "a token of 1,000,000"),
         ("model", [], "has no model"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tests.tiny_model_world import write_tiny_model
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
+from prime_node.adapters.models.model_folder import read_tokenizer
 from prime_protocol import limits
 from prime_protocol.errors import LocalError
 
@@ -55,6 +57,9 @@ SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 BACK = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 META = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
+NFKC_TABLE = base64.b64encode(b"\0\0\0\0" + b"x" * 33 + b"\0").decode()  # its longest entry is U+FDFA's, of 33 bytes
+TABLE = {"type": "Precompiled", "precompiled_charsmap": NFKC_TABLE}
+END = {"type": "Strip", "strip_left": False, "strip_right": True}
 BLANKS = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
 
 
@@ -77,3 +82,10 @@ def steps(name: str, *of: Mapping[str, object]) -> dict[str, object]:
 def test_the_steps_of_published_tokenizers_pass(folder: Path, parts: dict[str, object]) -> None:
     change(folder / "tokenizer.json", **parts)
     assert HfTokenizer(folder).encode("sun " * 30_000)
+
+
+def test_the_steps_that_transformers_writes_for_a_model_of_sentencepiece_pass(folder: Path) -> None:
+    """Before, two blanks were counted as if they could match an empty text, and such files of T5 were refused."""
+    last = BLANKS | {"content": "\u2581"}
+    change(folder / "tokenizer.json", normalizer=steps("normalizers", TABLE, END, last), pre_tokenizer=META)
+    assert read_tokenizer(folder) * 50_000 < limits.TOKENIZER_TEXT_BYTES_MAX

@@ -70,7 +70,7 @@ _AFTER = ("post_processor", "decoder")
 _STEP_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
 _CHARACTERS = "precompiled_charsmap"
 _PAD_MULTIPLE_MAX = 256
-_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "BertNormalizer": 2, "ByteLevel": 2, "Metaspace": 3}
+_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "ByteLevel": 2, "Metaspace": 3}
 """Factor by which a step lengthens a text, by its type."""
 _OPERATOR = "ask the run's operator"
 
@@ -270,12 +270,12 @@ def read_tokenizer(folder: Path) -> float:
             raise LocalError(
                 f"{path}: model.{name} has {size:,} entries, above {limits.TOKENIZER_ENTRIES_MAX:,}; {_OPERATOR}"
             )
-    _require_short(path, model)
     vocab, added = model.get("vocab"), tokenizer.get("added_tokens") or []
     ids = [*vocab.values()] if isinstance(vocab, dict) else []
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     if any(type(one) is not int or not 0 <= one < limits.VOCABULARY_MAX for one in ids):
         raise LocalError(f"{path}: a token's id is not a number from 0 to {limits.VOCABULARY_MAX - 1:,}; {_OPERATOR}")
+    _require_short(path, model)
     _require_few_added(path, added)
     if not _pads_little(tokenizer.get("padding")):
         raise LocalError(f"{path}: its padding lengthens every text; {_OPERATOR}")
@@ -285,7 +285,8 @@ def read_tokenizer(folder: Path) -> float:
     steps, regexes, chars, growth = 0, 0, 0, 1.0
     for part in _STEPS:
         for place, key, value in _entries({part: tokenizer.get(part)}):
-            if key in (*_STEPS, *_STEP_LISTS) and isinstance(value, dict) and not isinstance(value.get("type"), str):
+            is_list = key in _STEP_LISTS and place.endswith(key)
+            if key in (*_STEPS, *_STEP_LISTS) and value is not None and not is_list and not _has_type(value):
                 raise LocalError(f"{path}: {printable(place)[:200]} is a step without a type; {_OPERATOR}")
             steps += key == "type"
             if isinstance(value, str) and key != _CHARACTERS:
@@ -295,7 +296,7 @@ def read_tokenizer(folder: Path) -> float:
                 if fault := regex_fault(value):
                     raise LocalError(f"{path}: {printable(place)[:200]} {fault}; {_OPERATOR}")
             if isinstance(value, dict):
-                growth *= 1.0 if part in _AFTER and value.get("type") in _GROWTH else _growth(path, value)
+                growth *= _growth(path, value) * (1 if part in _AFTER else _GROWTH.get(str(value.get("type")), 1))
     if regexes > limits.TOKENIZER_REGEXES_MAX:
         raise LocalError(f"{path}: {regexes:,} expressions, above {limits.TOKENIZER_REGEXES_MAX}; {_OPERATOR}")
     if steps > limits.TOKENIZER_STEPS_MAX:
@@ -315,18 +316,22 @@ def read_tokenizer(folder: Path) -> float:
 def _require_short(path: Path, model: Mapping[str, Any]) -> None:
     """Raise LocalError if a text of the model is so long that the library's time or a decoded text has no sensible bound.
 
-    WordPiece takes the third power of a word's length, Unigram the product of those of a text and of the longest token.
+    WordPiece takes the third power of a word's length, Unigram the product of those of a text and of the longest token. The
+    library keeps the text of each token found: one for unknown characters, or of an id that another token has, is no text's part.
     """
-    most, vocab = limits.TOKENIZER_WORD_CHARS_MAX, model.get("vocab")
-    texts = [model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token")]
-    texts += vocab if isinstance(vocab, dict) else []
-    pieces = [one[0] for one in vocab if isinstance(one, list) and one] if isinstance(vocab, list) else []
-    for text, bound in (*((text, most) for text in texts), *((piece, most // 8) for piece in pieces)):
+    vocab, most, least = model.get("vocab"), limits.TOKENIZER_WORD_CHARS_MAX, limits.TOKENIZER_WORD_CHARS_MAX // 8
+    texts = [(model.get(name), least) for name in ("continuing_subword_prefix", "end_of_word_suffix", "unk_token")]
+    if isinstance(vocab, dict):
+        bound = most if len(set(vocab.values())) == len(vocab) else least
+        texts += [(text, bound) for text in vocab]
+    elif isinstance(vocab, list):
+        texts += [(one[0], least) for one in vocab if isinstance(one, list) and one]
+    for text, bound in texts:
         if isinstance(text, str) and len(text) > bound:
             raise LocalError(f"{path}: model has a token of {len(text):,} characters, above {bound:,}; {_OPERATOR}")
     word = model.get("max_input_chars_per_word")
-    if isinstance(word, int) and word > most:
-        raise LocalError(f"{path}: model.max_input_chars_per_word is {word:,}, above {most:,}; {_OPERATOR}")
+    if isinstance(word, int) and word > least:
+        raise LocalError(f"{path}: model.max_input_chars_per_word is {word:,}, above {least:,}; {_OPERATOR}")
 
 
 def _require_few_added(path: Path, added: object) -> None:
@@ -354,24 +359,36 @@ def _pads_little(padding: object) -> bool:
     return isinstance(multiple, int) and multiple <= _PAD_MULTIPLE_MAX
 
 
+def _has_type(step: object) -> bool:
+    """Return whether a step has a type. The library takes steps without one, and lists of their values."""
+    return isinstance(step, dict) and isinstance(step.get("type"), str)
+
+
 def _growth(path: Path, step: Mapping[str, Any]) -> float:
-    """Return the maximum factor by which one step lengthens a text."""
+    """Return the maximum factor by which the entries of one step lengthen a text.
+
+    Of every type: the library ignores further entries, and reads a step of an unknown type by its entries.
+    """
+    growth = 1.0
     if _CHARACTERS in step:
-        return max(1.0, _longest_replacement(path, step[_CHARACTERS]))
+        growth *= max(1.0, _longest_replacement(path, step[_CHARACTERS]))
     if isinstance(step.get("single"), list):  # a template that may show the text often
-        return max(1.0, sum(isinstance(piece, dict) and "Sequence" in piece for piece in step["single"]))
-    if isinstance(text := step.get("prepend"), str):  # to each part between added tokens
-        return max(1.0, len(text.encode()) / 4)
+        growth *= max(1.0, sum(isinstance(piece, dict) and "Sequence" in piece for piece in step["single"]))
+    if isinstance(text := step.get("prepend"), str):  # to each part between added tokens, perhaps of one character
+        growth *= 1 + len(text.encode()) / 2
     if "" in (step.get("suffix"), step.get("word_delimiter_token")):  # replaced by a blank between all characters
-        return 2.0
-    if step.get("type") != "Replace":
-        return _GROWTH.get(str(step.get("type")), 1)
+        growth *= 2
+    if "handle_chinese_chars" in step:  # a blank on both sides of each
+        growth *= 2
     pattern, content = step.get("pattern"), step.get("content")
-    given = pattern.get("String") if isinstance(pattern, dict) else None
-    length = len(content.encode()) if isinstance(content, str) else 0
+    if pattern is None or not isinstance(content, str):
+        return growth
+    given, length = pattern.get("String") if isinstance(pattern, dict) else None, len(content.encode())
     if isinstance(given, str) and given:
-        return max(1.0, length / len(given.encode()))
-    return 1.0 + length  # an expression may match the empty text between any two characters
+        return growth * max(1.0, length / len(given.encode()))
+    if pattern == {"Regex": " {2,}"}:
+        return growth * max(1.0, length / 2)
+    return growth * (1 + length)  # an expression may match the empty text between any two characters
 
 
 def _longest_replacement(path: Path, charsmap: object) -> int:
