@@ -10,7 +10,7 @@ from tests.node.worker_world import COORDINATOR, WORKER, make_run
 from prime_node.worker.receipts import ReceiptBook, Tally
 from prime_node.worker.status import Status
 from prime_protocol.digest import digest_of
-from prime_protocol.envelope import PayloadType, seal
+from prime_protocol.envelope import PayloadType, open_envelope, parse_json, seal
 from prime_protocol.replies import ReceiptList
 from prime_protocol.requests import WorkerState
 from prime_protocol.verdict import BundleStatus, Receipt, RejectReason
@@ -134,6 +134,25 @@ def test_the_cursor_of_another_run_that_used_the_folder_before_counts_for_nothin
     note(book, 0, BundleStatus.ACCEPTED)
     assert reopened(tmp_path).cursor == 10**15 + 1
     assert ReceiptBook(tmp_path, run=other, worker=WORKER.key_id).cursor == 0
+
+
+def test_receipts_that_are_asked_for_again_at_each_start_are_kept_once(book: ReceiptBook, tmp_path: Path) -> None:
+    """Before, each start in a folder that another run had used wrote all but the last receipt of each bundle once more."""
+    note(book, 0, BundleStatus.PENDING)
+    note(book, 0, BundleStatus.ACCEPTED, num_tokens=5)
+    file = tmp_path / "receipts.jsonl"
+    own = file.read_text().splitlines()
+    receipt = parse_json(open_envelope(own[0].encode()).payload, Receipt)
+    other = seal(receipt.model_copy(update={"run": digest_of(b"other")}), PayloadType.RECEIPT, COORDINATOR)
+    with file.open("ab") as lines:
+        lines.write(other.to_bytes() + b"\n")
+    data = file.read_bytes()
+    for _ in range(2):
+        again = reopened(tmp_path)
+        assert again.cursor == 0
+        again.add(ReceiptList(receipts=tuple(own), next=2), now_ms=0)
+        assert again.tally() == book.tally()
+        assert file.read_bytes() == data
 
 
 def test_an_answer_without_receipts_touches_no_file(book: ReceiptBook, tmp_path: Path) -> None:

@@ -152,6 +152,8 @@ class ReceiptBook:
                 self.cursor = 0  # of another run, which used the folder before
         if not envelopes:
             self.cursor = 0
+        self._kept = set() if self.cursor else {envelope.digest for envelope in envelopes}
+        """Receipts on the disk, if all are asked for again."""
         self._restore_answered(noted)
 
     def note_lease(self, lease: Lease, envelope: Envelope) -> None:
@@ -212,7 +214,8 @@ class ReceiptBook:
             for receipt, envelope in zip(receipts, envelopes, strict=True):
                 self._compare(receipt, envelope)
             known = {kept.digest for kept in (self._latest.get(receipt.bundle) for receipt in receipts) if kept}
-            self._append((envelope.to_bytes() for envelope in envelopes if envelope.digest not in known), to=self._file)
+            new = [one for one in envelopes if one.digest not in known and one.digest not in self._kept]
+            self._append((envelope.to_bytes() for envelope in new), to=self._file)
             write_durably(self._cursor_file, _cursor_line(answer.next, self._file.stat().st_size))
         self.cursor = answer.next
         for receipt, envelope in zip(receipts, envelopes, strict=True):
