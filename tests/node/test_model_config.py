@@ -108,6 +108,15 @@ def test_a_run_that_does_not_fit_its_model_is_refused_before_it_is_built(folder:
         require_fitting(folder, vocab_size=264, context_tokens_max=4_097)
 
 
+def test_a_model_whose_vocabulary_is_that_of_its_text_alone_is_refused_in_one_line(folder: Path) -> None:
+    config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        LocalError, match=r"config\.json: transformers cannot build this run's model \(AttributeError: .*vocab_size"
+    ):
+        require_fitting(folder, vocab_size=264, context_tokens_max=16)
+
+
 def test_a_number_of_layers_that_nobody_uses_is_refused(folder: Path, build: Build) -> None:
     change(folder, num_hidden_layers=10**9)
     with pytest.raises(LocalError, match=r"num_hidden_layers is 1,000,000,000"):

@@ -137,7 +137,9 @@ def require_within(folder: Path, *, checkpoint_bytes_max: int) -> None:
 
 def vocabulary_of(folder: Path) -> int:
     """Return the number of a model's token ids. Raises LocalError."""
-    size: int = read_model_config(folder).vocab_size
+    config = read_model_config(folder)
+    with config_at_fault(folder):
+        size: int = config.vocab_size
     return size
 
 
@@ -147,13 +149,13 @@ def require_fitting(folder: Path, *, vocab_size: int, context_tokens_max: int) -
     An engine fails on token ids beyond the model's, and samples ids beyond a smaller vocabulary, for which an honest worker
     would be banned. Beyond the model's positions vLLM ends completions too early, with the same result.
     """
-    config = read_model_config(folder)
-    if config.vocab_size != vocab_size:
+    found = vocabulary_of(folder)
+    if found != vocab_size:
         raise LocalError(
-            f"{folder / CONFIG_FILE}: the model has {config.vocab_size:,} token ids, and the run's vocab_size is "
+            f"{folder / CONFIG_FILE}: the model has {found:,} token ids, and the run's vocab_size is "
             f"{vocab_size:,}, so honest work would be rejected; ask the run's operator"
         )
-    positions = getattr(config, POSITIONS_FIELD, None)
+    positions = getattr(read_model_config(folder), POSITIONS_FIELD, None)
     if positions is not None and context_tokens_max > positions:
         raise LocalError(
             f"{folder / CONFIG_FILE}: the model has {positions:,} positions, and the run's sequences have up to "
