@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
@@ -52,10 +53,14 @@ class Later(SystemClock):
 
 
 class Watched:
-    """The bucket's blobs, with a count of the bodies that the coordinator has read there."""
+    """The bucket's blobs, with counts of the bodies that the coordinator has read there, and of those that it has looked for."""
 
     def __init__(self, blobs: Blobs) -> None:
-        self.blobs, self.read = blobs, 0
+        self.blobs, self.read, self.asked = blobs, 0, 0
+
+    async def size(self, digest: str) -> int:
+        self.asked += 1
+        return await self.blobs.size(digest)
 
     async def get(self, digest: str, *, start: int = 0, end: int | None = None) -> bytes:
         self.read += 1
@@ -210,6 +215,25 @@ async def test_no_body_is_read_for_a_worker_whose_rate_is_used_up(tmp_path: Path
             await refused(world, ErrorCode.TOO_MANY_REQUESTS, "/v1/rollouts", header)
         assert bucket.read == 0
         assert await bucket.blobs.has(lease.lease_id), "it may come again"
+
+
+async def test_headers_without_bodies_cost_the_bucket_few_requests_and_their_worker_nothing(
+    tmp_path: Path, s3: S3Server
+) -> None:
+    """Before, each repetition of a recorded header cost two requests to the bucket, at any rate."""
+    parts, bucket = await direct_parts(tmp_path, requests_per_second=0.4)
+    async with with_anna(parts) as world:
+        parcel = make_parcel(await world.lease(ANNA), ANNA)
+        header, _ = split(parcel)
+        began_s, codes = time.monotonic(), list[str]()
+        for _ in range(20):
+            status, answer = await world.post("/v1/rollouts", header)
+            assert status >= 400
+            codes.append(answer["code"])
+        assert 1 <= bucket.asked <= 5 + 0.4 * (time.monotonic() - began_s), codes
+        assert set(codes) == {ErrorCode.NOT_FOUND, ErrorCode.TOO_MANY_REQUESTS}
+        reply = await world.client(ANNA).upload(parcel)
+        assert await parts.bundles.get(reply.bundle) == parcel
 
 
 def asked(lease_id: str, body: bytes, *, body_bytes: int = 1) -> UploadUrlRequest:

@@ -17,6 +17,7 @@ from tests.node.worker_world import WORKER, MemorySource
 from prime_node.adapters.system_clock import SystemClock
 from prime_node.adapters.web.http_answers import reason_of
 from prime_node.adapters.web.http_client import HttpClient
+from prime_node.ports.transport import Unreachable
 from prime_protocol.digest import digest_of
 from prime_protocol.envelope import PayloadType, open_envelope, parse_json
 from prime_protocol.errors import ErrorCode, RemoteError
@@ -253,6 +254,27 @@ async def test_a_client_asks_the_next_address_at_once_if_one_does_not_answer() -
         other.says(HeartbeatReply(step=3, head=2).model_dump_json())
         assert (await client.heartbeat(HEARTBEAT)).step == 3
     assert clock.taken_s == []
+
+
+async def test_a_client_of_a_link_with_tls_asks_no_further_address_without_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Before, a client whose server failed sent its invitation and bodies in clear, where the RunSpec named such an address."""
+    async with served() as gone:
+        pass
+    async with served() as other, served() as further:
+        for url in (gone.url.replace("http:", "https:"), gone.url.replace("http:", "HTTPS:")):
+            async with HttpClient(url, run=RUN.digest, clock=RecordedPauses(), key=WORKER) as client:
+                caplog.clear()
+                client.also_at([other.url, further.url.replace("http:", "https:")])
+                other.says(HeartbeatReply(step=3, head=2).model_dump_json())
+                for _ in range(3):
+                    with pytest.raises(Unreachable):
+                        await client.heartbeat(HEARTBEAT)
+                assert client.url.lower().startswith("https:")
+            (line,) = [record.getMessage() for record in caplog.records if "over TLS" in record.getMessage()]
+            assert line.startswith(other.url)
+    assert other.seen == []
 
 
 async def test_clients_whose_server_fails_spread_over_all_others() -> None:

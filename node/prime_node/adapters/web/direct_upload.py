@@ -16,7 +16,7 @@ from aiohttp.abc import ResolveResult
 
 from prime_node.adapters.name_lookups import PatientResolver
 from prime_node.adapters.web.http_answers import Patience, new_session, pieces_of_body, reason_of
-from prime_node.adapters.web.noted_resolver import proxy_for
+from prime_node.adapters.web.noted_resolver import has_tls, proxy_for
 from prime_node.ports.transport import Unreachable
 from prime_protocol.addresses import GLOBAL, is_name, may_be_named, parse_ip, place_of
 from prime_protocol.replies import upload_headers
@@ -37,7 +37,7 @@ async def put_directly(
     except ValueError:  # such as http://[::::]/
         raise Unreachable("the coordinator names an address that is none") from None
     host = address.hostname or ""
-    if needs_tls and address.scheme != "https":
+    if needs_tls and not has_tls(url):
         raise Unreachable(f"{host}: the coordinator is asked over TLS, and this address is not")
     if not _may_be_asked(host, near):
         raise Unreachable(f"{host} is not a public address, nor one of the coordinator")

@@ -173,8 +173,7 @@ class HttpClient(HttpExchange):
                 self._upload_whole(error)
             return None
         try:
-            needs_tls = self.url.startswith("https:")
-            await put_directly(url, body, sha256, near=self.hosts, needs_tls=needs_tls, stall_s=self._stall_s)
+            await put_directly(url, body, sha256, near=self.hosts, needs_tls=self.needs_tls, stall_s=self._stall_s)
         except Unreachable as error:
             self._upload_whole(error)
             return None

@@ -9,6 +9,7 @@ for STALL_S, or when the average falls below BYTES_PER_SECOND_MIN (slow retrieva
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -30,7 +31,7 @@ from prime_node.adapters.web.http_answers import (
     sensible,
     sensible_envelope,
 )
-from prime_node.adapters.web.noted_resolver import NotedResolver, proxy_for, shown_proxy, with_host
+from prime_node.adapters.web.noted_resolver import NotedResolver, has_tls, proxy_for, shown_proxy, with_host
 from prime_node.patience import Backoff
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import THROUGH, Unreachable
@@ -44,6 +45,8 @@ from prime_protocol.identity import SigningKey
 from prime_protocol.limits import Limits
 from prime_protocol.replies import NotYet
 from prime_protocol.requests import AdminRequest, Request, Stamped
+
+log = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 100
 """Connections to one server; further requests wait for one."""
@@ -80,6 +83,8 @@ class HttpExchange:
         """With `uses_proxy`, requests go through the proxy of this machine's settings, if it has one."""
         self.url = url.rstrip("/")
         """Address that is asked now."""
+        self.needs_tls = has_tls(self.url)
+        """Whether the first URL has TLS: then nothing is sent without it."""
         self._others: tuple[str, ...] = ()
         self.bounds = bounds or Limits()
         self._run = run
@@ -99,9 +104,12 @@ class HttpExchange:
 
         A request is sent to the next one where an address does not answer, or its server cannot. Their order differs by key, so
         that clients whose server fails spread over all others. An address that leads into another network than the first URL is
-        left out (noted_resolver.py).
+        left out (noted_resolver.py), and one without TLS if the first URL has it.
         """
         found = {each.rstrip("/") for each in urls if self._resolver.may_ask(urlsplit(each).hostname or "")}
+        for url in sorted(url for url in found if self.needs_tls and not has_tls(url)):
+            log.warning("%s is not asked: the join link's coordinator is asked over TLS, and this address is not", url)
+            found.discard(url)
         drawn = self._key.key_id if self._key is not None else secrets.token_hex(16)
         self._others = tuple(sorted(found - {self.url}, key=lambda url: digest_of(f"{drawn} {url}".encode())))
 

@@ -32,6 +32,11 @@ def proxy_for(url: str) -> str | None:
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
+def has_tls(url: str) -> bool:
+    """Return whether a URL is asked over TLS. A client whose first URL is sends nothing to another one that is not."""
+    return urlsplit(url).scheme == "https"
+
+
 def shown_proxy(proxy: str) -> str:
     """Return a proxy's address without its user's name and password."""
     address = urlsplit(proxy)

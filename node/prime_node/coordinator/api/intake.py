@@ -13,8 +13,9 @@
     (8) the body is the one that was signed               DIGEST_MISMATCH
     (9) the digest of the lease in the header             WRONG_TYPE
 
-A new bundle counts against its worker's rate (TOO_MANY_REQUESTS), and is a sign of life. A repeated bundle has a rate of its
-own, because anyone who has recorded it can send it again. Neither is charged if the worker's announcement was (requests.py).
+A new bundle counts against its worker's rate (TOO_MANY_REQUESTS), and is a sign of life. A repeated bundle, or a header without
+its body, has a rate of its own, because anyone who has recorded it can send it again. None is charged if the worker's
+announcement was (requests.py).
 
 First the bytes are made durable, then the event, then the answer is sent. So a worker that got an answer may delete the bundle.
 One that got none sends it again: the same bundle gets the same answer. The body is not opened here. A validator judges its
@@ -59,7 +60,7 @@ from prime_protocol.verdict import RejectReason, Verdict
 log = logging.getLogger(__name__)
 
 AGAIN = "again "
-"""Prefix of the bucket name for repeated uploads, from the worker or from anyone who has recorded them."""
+"""Prefix of the bucket name for repeated uploads and headers without bodies, from the worker or anyone who has recorded them."""
 _ENDED: dict[LeaseEnd | None, str] = {
     LeaseEnd.RETURNED: "was handed back",
     LeaseEnd.CANCELLED: "was handed back",
@@ -166,8 +167,11 @@ class BundleIntake:
         if opened.body or not header.body_bytes:
             return await self._take_whole(parcel, opened, header, paid_by=paid_by)
         self._require_wanted(header)
-        if paid_by != header.worker:  # nothing is spent yet: anyone who has recorded the header can send it
+        if paid_by != header.worker:  # anyone who has recorded the header can send it
             self.gate.limiter.by_key.require(header.worker, self.clock.monotonic_s())
+            self._charge(
+                AGAIN + header.worker, is_charged=False
+            )  # each asks the bucket twice, also for a body that is missing
         async with self.direct.body_of(header) as body:
             self.metrics.add("prime_upload_bytes_total", len(body))
             whole = parcel + body
