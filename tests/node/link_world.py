@@ -58,9 +58,10 @@ async def answering(
     *,
     may_send: Callable[[], bool] | None = None,
     body_bytes_max: int = BODY_BYTES_MAX,
+    server: LinkServer | None = None,
 ) -> AsyncIterator[int]:
     """Hear gateways with a function that answers their calls, and yield the port."""
-    server = LinkServer()
+    server = server or LinkServer()
     port = await server.start(
         answer,
         address=("127.0.0.1", 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -15,8 +16,9 @@ from tests.node.gateway_world import LISTENS, hearing
 from tests.node.link_world import BODY_BYTES_MAX, RawGateway, answering, linked, no_answer, raw_gateway
 from tests.node.newcomers_world import request
 
-from prime_node.adapters.link import link_server, sealed_frames
-from prime_node.adapters.link.link_server import LOG_S
+from prime_node.adapters.link import gateway_room, link_server, sealed_frames
+from prime_node.adapters.link.gateway_room import ArrivingPackets
+from prime_node.adapters.link.link_server import LOG_S, LinkServer
 from prime_node.adapters.link.sealed_frames import CODE_BYTES, HEAD_BYTES_MAX, FrameKind, LinkFrame
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
 from prime_node.coordinator.api.forwarded import BEATS_MAX, heartbeats_to_bytes
@@ -229,7 +231,7 @@ async def test_a_long_packet_of_many_calls_ends_the_link_before_any_is_answered(
 
 async def test_the_calls_of_one_address_are_bounded_in_number_and_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, each call of any number of them was kept with its body until it was answered."""
-    monkeypatch.setattr(link_server, "CALLS_EACH_MAX", 3)
+    monkeypatch.setattr(gateway_room, "CALLS_EACH_MAX", 3)
     waiting = asyncio.Event()
 
     async def never(call: ForwardedCall) -> ForwardedAnswer:
@@ -240,7 +242,7 @@ async def test_the_calls_of_one_address_are_bounded_in_number_and_in_bytes(monke
         one.send(one.sealer.seal(call(1), call(2)))
         other.send(other.sealer.seal(call(1), call(2), call(3)))
         assert [fault.head["code"] for fault in await faults(other, 2)] == ["unavailable"] * 2
-    monkeypatch.setattr(link_server, "HELD_BYTES_MAX", 0)
+    monkeypatch.setattr(gateway_room, "HELD_BYTES_MAX", 0)
     async with answering(never, body_bytes_max=2**20) as port, raw_gateway(port) as gateway:
         for number, num_bytes in ((1, 2**20), (2, 2**20), (3, 2**19)):
             gateway.send(gateway.sealer.seal(call(number, num_bytes)))
@@ -250,7 +252,7 @@ async def test_the_calls_of_one_address_are_bounded_in_number_and_in_bytes(monke
 
 async def test_the_heads_of_calls_are_short_and_count_like_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, a head was as long as a packet and counted for nothing: it held a hundred times a body's bound in memory."""
-    monkeypatch.setattr(link_server, "HELD_BYTES_MAX", 0)
+    monkeypatch.setattr(gateway_room, "HELD_BYTES_MAX", 0)
     waiting = asyncio.Event()
 
     async def never(call: ForwardedCall) -> ForwardedAnswer:
@@ -271,15 +273,15 @@ async def test_the_heads_of_calls_are_short_and_count_like_bodies(monkeypatch: p
 
 
 async def test_calls_that_have_ended_count_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_server, "CALLS_EACH_MAX", 1)
-    monkeypatch.setattr(link_server, "HELD_BYTES_MAX", 0)
+    monkeypatch.setattr(gateway_room, "CALLS_EACH_MAX", 1)
+    monkeypatch.setattr(gateway_room, "HELD_BYTES_MAX", 0)
     async with answering(no_answer, body_bytes_max=2**20) as port, linked(port) as link:
         for _ in range(5):
             await link.ask(ForwardedCall("/v1/status", body=bytes(2**20)))
 
 
 async def test_a_parcel_that_is_given_counts_like_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_server, "HELD_BYTES_MAX", 0)
+    monkeypatch.setattr(gateway_room, "HELD_BYTES_MAX", 0)
     outcomes: asyncio.Queue[str] = asyncio.Queue()
 
     async def take(call: ForwardedCall) -> ForwardedAnswer:
@@ -328,3 +330,86 @@ async def test_a_newer_link_takes_the_place_of_the_oldest_of_its_address(monkeyp
             async for frame in gateway.frames():
                 if frame.kind is FrameKind.ANSWER:
                     break
+
+
+async def answered(gateway: RawGateway) -> int:
+    """Return the number of the next call that is answered; 0 if the link ends."""
+    async with asyncio.timeout(30.0):
+        async for frame in gateway.frames():
+            if frame.kind is FrameKind.ANSWER:
+                return frame.call
+    return 0
+
+
+async def test_packets_that_arrive_in_part_have_bounded_room_and_the_next_ones_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before, each of 16 links of any address held a part of a packet of the longest body, and it counted nowhere."""
+    monkeypatch.setattr(gateway_room, "ARRIVING_BYTES_MAX", 0)
+    monkeypatch.setattr(link_server, "SILENT_S_MAX", 1.5)
+    server = LinkServer()
+    async with answering(no_answer, body_bytes_max=2**23, server=server) as port, contextlib.AsyncExitStack() as stack:
+        gateways = [await stack.enter_async_context(raw_gateway(port)) for _ in range(8)]
+        packets = [gateway.sealer.seal(call(1, 2**23)) for gateway in gateways]
+        for gateway, packet in zip(gateways, packets, strict=True):
+            gateway.send(packet[:-100])
+        for part in range(-100, -70):  # for twice SILENT_S_MAX
+            await asyncio.sleep(0.1)
+            assert sum(link.unread_bytes for link in server.links) < 2 * (2**23 + HEAD_BYTES_MAX) + 8 * 2**20
+            for gateway, packet in zip(gateways, packets, strict=True):
+                gateway.send(packet[part : part + 1])
+        assert sum(link.unread_bytes for link in server.links) > 2**23
+        # those that waited lose nothing, and have their turns
+        for gateway, packet in zip(gateways, packets, strict=True):
+            gateway.send(packet[-70:])
+        assert await asyncio.gather(*map(answered, gateways)) == [1] * 8
+        assert not server.arriving.num_bytes
+
+
+async def test_a_packet_that_trickles_while_another_waits_for_its_room_ends_its_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gateway_room, "ARRIVING_BYTES_MAX", 0)
+    monkeypatch.setattr(gateway_room, "SLOW_S", 0.5)
+    server = LinkServer()
+    async with (
+        answering(no_answer, body_bytes_max=2**22, server=server) as port,
+        raw_gateway(port) as one,
+        raw_gateway(port) as other,
+        raw_gateway(port) as honest,
+    ):
+        for gateway in (one, other):
+            gateway.send(gateway.sealer.seal(call(1, 2**22))[:1_000])
+        await asyncio.sleep(2.0)
+        assert len(server.links) == 3, "while none waits, a slow line is no fault"
+        honest.send(honest.sealer.seal(call(1, 2**22)))
+        assert await answered(honest) == 1
+        assert await answered(one) == 0 or await answered(other) == 0
+
+
+class WaitingLink:
+    """A link that notes its turns."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.num_turns = address, 0
+
+    def read_on(self) -> None:
+        self.num_turns += 1
+
+
+def test_the_packets_of_all_addresses_have_bounded_room_and_no_shorter_one_overtakes() -> None:
+    room, longest = ArrivingPackets(), gateway_room.ARRIVING_BYTES_MAX // 2
+    room.longest = longest
+    links = [WaitingLink(f"10.0.0.{number // 4}") for number in range(40)]
+    may_read = [room.enter(link, longest, 0.0) for link in links]
+    assert may_read == [number % 4 < 2 and number < 16 for number in range(40)]
+    late = WaitingLink("10.0.9.9")
+    assert room.enter(late, 0, 0.0)
+    assert not room.enter(late, 2**21, 0.0)
+    room.enter(links[0], 0, 1.0)
+    assert (links[2].num_turns, links[16].num_turns, late.num_turns) == (1, 0, 0)
+    for link in links:
+        room.leave(link, 2.0)
+    assert late.num_turns == 1
+    room.leave(late, 3.0)
+    assert not room.num_bytes

@@ -2,8 +2,8 @@
 
 A connection that has not proved the secret gives way to a newer one, first of the address that has the most: no stranger keeps
 gateways out by holding connections. A silent gateway loses its link. Its calls end by themselves, and their answers are dropped,
-as when a client leaves. Streams end with their link. The gateways of one address have a bounded number of links, calls and bytes:
-a stolen one cannot fill the writer's memory.
+as when a client leaves. Streams end with their link. The gateways of one address have a bounded number of links, calls and bytes
+(gateway_room.py): a stolen one cannot fill the writer's memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from prime_node.adapters.link.call_heads import answer_head, call_of
+from prime_node.adapters.link.gateway_room import ArrivingPackets, HeldCalls
 from prime_node.adapters.link.sealed_frames import (
     HEAD_BYTES_MAX,
     LARGE_BYTES,
@@ -34,7 +35,6 @@ from prime_node.adapters.link.sealed_frames import (
 )
 from prime_node.adapters.web.shares import Turns
 from prime_node.ports.writer_link import AnswerCall, ForwardedAnswer, fault_head, fault_of
-from prime_protocol import limits
 from prime_protocol.errors import ErrorCode, LocalError, RemoteError
 
 log = logging.getLogger(__name__)
@@ -56,11 +56,6 @@ PIECES_AHEAD = 2
 """Pieces of a stream that are sent before the gateway has asked for more."""
 LINKS_EACH_MAX = 16
 """Links from one address; a newer one takes the place of the oldest."""
-CALLS_EACH_MAX = 2 * limits.HTTP_CONNECTIONS_MAX
-"""Calls in progress from one address."""
-HELD_BYTES_MAX = limits.MEMBERS_BODY_BYTES_MAX
-"""Bytes of these calls, or two of the longest bodies if that is more."""
-BUSY_RETRY_S = 1.0
 
 
 class LinkServer:
@@ -73,8 +68,7 @@ class LinkServer:
         """Port on which it listens, once it does."""
         self.body_bytes_max = PACKET_BYTES_MAX
         """Longest body of a frame that a gateway of the run sends."""
-        self.num_calls, self.held_bytes = Counter[str](), Counter[str]()
-        """Calls in progress and their bytes, by the address of the gateway."""
+        self.calls, self.arriving = HeldCalls(), ArrivingPackets()
         self._server: asyncio.Server | None = None
         self._lines = Turns(per_second=1.0 / LOG_S, burst=1.0)
 
@@ -90,6 +84,8 @@ class LinkServer:
     ) -> int:
         host, port = address
         self.body_bytes_max = body_bytes_max
+        longest = max(body_bytes_max, TOGETHER_BYTES_MAX) + HEAD_BYTES_MAX
+        self.arriving.longest = min(longest, PACKET_BYTES_MAX)
         loop = asyncio.get_running_loop()
         try:
             self._server = await loop.create_server(self.link_factory(answer, secret, run, may_send), host, port)
@@ -129,24 +125,7 @@ class LinkServer:
 
     def hold(self, address: str, num_bytes: int, *, num_calls: int = 0) -> None:
         """Count a call or its bytes. Raises RemoteError if the gateways of this address have too many."""
-        longest = self.body_bytes_max + HEAD_BYTES_MAX
-        if (
-            self.num_calls[address] + num_calls > CALLS_EACH_MAX
-            or num_bytes > longest
-            or self.held_bytes[address] + num_bytes > max(HELD_BYTES_MAX, 2 * longest)
-        ):
-            raise RemoteError(
-                ErrorCode.UNAVAILABLE, "this gateway forwards too much at once", retry_after_s=BUSY_RETRY_S
-            )
-        self.num_calls[address] += num_calls
-        self.held_bytes[address] += num_bytes
-
-    def let_go(self, address: str, num_bytes: int) -> None:
-        """Uncount a call that has ended, and all of its bytes."""
-        for counted, number in ((self.num_calls, 1), (self.held_bytes, num_bytes)):
-            counted[address] -= number
-            if not counted[address]:
-                del counted[address]
+        self.calls.hold(address, num_bytes, longest=self.body_bytes_max + HEAD_BYTES_MAX, num_calls=num_calls)
 
     def may_log(self, what: str, now_s: float) -> bool:
         """Return whether a line of this kind is logged: a few of each, so that neither strangers nor gateways fill the log."""
@@ -182,6 +161,17 @@ class _Link(asyncio.Protocol):
         self._unsent, self._is_taking = list[LinkFrame](), False
         """Frames of this turn of the loop: one packet for all of them, as soon as no more frames are being taken."""
 
+    def read_on(self) -> None:
+        """Read again: there is room for the packet that arrives."""
+        self._heard_s = self._loop.time()
+        if self._transport is not None and not (self._transport.is_closing() or self._transport.is_reading()):
+            self._transport.resume_reading()
+
+    @property
+    def unread_bytes(self) -> int:
+        """Bytes that are held of a packet which has not arrived whole."""
+        return 0 if self._opener is None else self._opener.arriving[1]
+
     @property
     def is_proven(self) -> bool:
         """Whether it has proved the secret."""
@@ -203,6 +193,7 @@ class _Link(asyncio.Protocol):
         """End its streams. Its calls continue: what they decide is decided."""
         self._server.links.pop(self, None)
         self._transport = None
+        self._server.arriving.leave(self, self._loop.time())
         self._has_room.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -229,6 +220,9 @@ class _Link(asyncio.Protocol):
             if self._opener is not None and data:
                 for frame in self._opener.feed(data):
                     self._take(frame)
+                may_read = self._server.arriving.enter(self, self._opener.arriving[0], self._heard_s)
+                if not may_read and self._transport is not None and not self._transport.is_closing():
+                    self._transport.pause_reading()
         except (BrokenLink, ValueError, KeyError, TypeError) as error:
             self.cut(str(error) or type(error).__name__)
         finally:
@@ -255,9 +249,8 @@ class _Link(asyncio.Protocol):
             raise BrokenLink("it does not know the secret of this run's gateways")
         self._write(proof(self._secret, "writer", nonces, self._run))
         self._sealer = FrameSealer(proof(self._secret, "from the writer", nonces, self._run))
-        longest = max(self._server.body_bytes_max, TOGETHER_BYTES_MAX) + HEAD_BYTES_MAX
         key = proof(self._secret, "from the gateway", nonces, self._run)
-        self._opener = FrameOpener(key, packet_bytes_max=min(longest, PACKET_BYTES_MAX))
+        self._opener = FrameOpener(key, packet_bytes_max=self._server.arriving.longest)
         self._server.prove(self)
         assert self._timer is not None
         self._timer.cancel()
@@ -268,8 +261,11 @@ class _Link(asyncio.Protocol):
         return bytes(self._shaking[needed:])
 
     def _look(self) -> None:
-        if self._loop.time() - self._heard_s > SILENT_S_MAX:
+        now_s, arriving = self._loop.time(), self._server.arriving
+        if now_s - self._heard_s > SILENT_S_MAX and not arriving.is_waiting(self):
             self.cut("it is silent")
+        elif arriving.is_too_slow(self, self.unread_bytes, now_s):
+            self.cut("its packet arrives too slowly, and others wait for the room that it takes")
         else:
             self._send(LinkFrame(FrameKind.ALIVE))
             self._timer = self._loop.call_later(ALIVE_S, self._look)
@@ -339,7 +335,7 @@ class _Link(asyncio.Protocol):
 
     def _end(self, number: int) -> None:
         if number in self._calls:  # else there was no room for it
-            self._server.let_go(self.address, self._calls.pop(number))
+            self._server.calls.let_go(self.address, self._calls.pop(number))
 
     async def _want(self, number: int) -> bytes:
         """Ask for the parcel that the gateway holds for a call. Raises RemoteError."""

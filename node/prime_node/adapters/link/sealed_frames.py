@@ -129,7 +129,11 @@ class FrameOpener:
         self._key, self._number, self._held = key, 0, bytearray()
         self._packet_bytes_max = packet_bytes_max
         self._length = 0
-        """Length of the packet that is arriving, once it is known."""
+
+    @property
+    def arriving(self) -> tuple[int, int]:
+        """Length of the packet that is arriving, 0 until it is known, and the bytes that are here."""
+        return self._length, len(self._held)
 
     def feed(self, data: bytes) -> Iterator[LinkFrame]:
         """Yield the frames whose packets are complete. Raises BrokenLink."""
