@@ -42,7 +42,7 @@ class RawGateway:
     async def frames(self) -> AsyncIterator[LinkFrame]:
         """Yield what the writer sends, until it ends the link."""
         while data := await self._reader.read(2**18):
-            for frame in self._opener.feed(data):
+            for frame in list(self._opener.feed(data)):  # a reader may leave in the middle
                 yield frame
 
     async def close(self) -> None:

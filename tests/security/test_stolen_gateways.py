@@ -387,6 +387,18 @@ async def test_a_packet_that_trickles_while_another_waits_for_its_room_ends_its_
         assert await answered(one) == 0 or await answered(other) == 0
 
 
+async def test_no_gateway_is_cut_that_waits_for_room_among_others_under_load(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gateway_room, "ARRIVING_BYTES_MAX", 0)
+    async with answering(no_answer, body_bytes_max=2**23) as port, contextlib.AsyncExitStack() as stack:
+        links = [await stack.enter_async_context(linked(port)) for _ in range(16)]
+        asked = [link.ask(ForwardedCall("/v1/status", body=bytes(2**23))) for link in links for _ in range(4)]
+        async with asyncio.timeout(60.0):
+            await asyncio.gather(*asked)
+        assert "link of a gateway" not in caplog.text
+
+
 class WaitingLink:
     """A link that notes its turns."""
 
