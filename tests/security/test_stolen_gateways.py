@@ -15,6 +15,7 @@ from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, VALIDATOR, make_p
 from tests.node.gateway_world import LISTENS, hearing
 from tests.node.link_world import BODY_BYTES_MAX, RawGateway, answering, linked, no_answer, raw_gateway
 from tests.node.newcomers_world import request
+from tests.time_world import be_slow
 
 from prime_node.adapters.link import gateway_room, link_server, sealed_frames
 from prime_node.adapters.link.gateway_room import ArrivingPackets
@@ -354,7 +355,7 @@ async def test_packets_that_arrive_in_part_have_bounded_room_and_the_next_ones_w
         for gateway, packet in zip(gateways, packets, strict=True):
             gateway.send(packet[:-100])
         for part in range(-100, -70):  # for twice SILENT_S_MAX
-            await asyncio.sleep(0.1)
+            await be_slow(0.1)
             assert sum(link.unread_bytes for link in server.links) < 2 * (2**23 + HEAD_BYTES_MAX) + 8 * 2**20
             for gateway, packet in zip(gateways, packets, strict=True):
                 gateway.send(packet[part : part + 1])
@@ -380,7 +381,7 @@ async def test_a_packet_that_trickles_while_another_waits_for_its_room_ends_its_
     ):
         for gateway in (one, other):
             gateway.send(gateway.sealer.seal(call(1, 2**22))[:1_000])
-        await asyncio.sleep(2.0)
+        await be_slow(2.0)
         assert len(server.links) == 3, "while none waits, a slow line is no fault"
         honest.send(honest.sealer.seal(call(1, 2**22)))
         assert await answered(honest) == 1
