@@ -26,6 +26,8 @@ from prime_protocol.verify import judge, outer, summary, verdict_on
 
 Floats = npt.NDArray[np.float64]
 Arrays = Mapping[str, npt.NDArray[np.floating]]
+LIVES = 200
+"""Workers that are resampled to count tokens."""
 CLAIMED = ("logprob", "norm", "square", "apart", "rise")
 """Statistics that a cheat with the right logprobs leaves at 0."""
 
@@ -127,17 +129,19 @@ def banned(
 
 
 def tokens_until_caught(
-    measured: Measured, moments: Mapping[str, Moments], *, is_rescored: bool, group: int = GROUP
+    measured: Measured, moments: Mapping[str, Moments], *, is_rescored: bool, group: int = GROUP, share: float = 0.5
 ) -> float:
-    """Return the median number of tokens until a ban, or of one bundle if most bundles are rejected with a strike before.
+    """Return the tokens until this share of LIVES is banned, or those of one bundle if as many are rejected with a strike before.
 
     The latter are those that the cheap checks reject, and those with a gross error: no calibration is needed for either.
     """
     bundles = bundles_of(measured)
     others = uncalibrated(measured, is_rescored=is_rescored)
-    needed = tokens_until_ban(measured.errors, moments, is_rescored=is_rescored, group=group, others=others)
-    if np.mean([_is_gross(each, is_rescored=is_rescored) for each in bundles]) > 0.5:
-        return min(needed, float(np.median([each.errors.num_tokens for each in bundles])))
+    needed = tokens_until_ban(
+        measured.errors, moments, is_rescored=is_rescored, group=group, others=others, workers=LIVES, share=share
+    )
+    if np.mean([_is_gross(each, is_rescored=is_rescored) for each in bundles]) > share:
+        return min(needed, float(np.quantile([each.errors.num_tokens for each in bundles], share)))
     return needed
 
 

@@ -61,6 +61,7 @@ BUNDLES_MIN = 1.3
 """No bar is below this many bundles: evidence is looked at after whole bundles."""
 LOGPROB_BOUND = 1.5
 """Bound on a bundle's mean error, as a multiple of the largest honest one."""
+SHARES = (("median", 0.5), ("95 %", 0.95))
 BINS = 4
 """Bins of a statistic, in which `information` counts tokens."""
 
@@ -207,16 +208,16 @@ def report(bench: Bench, *, is_quick: bool) -> list[Check]:
         measured = bench.samples.measured(bench.piece(cheat))
         print(compared(cheat.name, everything, measured, bound))
         length = float(np.concatenate(measured.errors.lengths).mean())
-        name = f"{cheat.name}, tokens until {'a ban' if cheat.edit is None else 'caught'}, median"
-        if bench.is_same_build and not cheat.is_rescored:
-            needed = tokens_until_caught(measured, moments, is_rescored=False, group=1)
-            checks.append(at_most(f"{name}, of single completions", needed, round(COMPLETIONS_MAX * length)))
-            continue
-        needed = tokens_until_caught(measured, moments, is_rescored=cheat.is_rescored)
-        if not math.isfinite(cheat.tokens_max):
-            print(f"{name}: {needed:,.0f}. {cheat.gain}")
-            continue
-        checks.append(at_most(name, needed, round(max(cheat.tokens_max, BUNDLES_MIN * GROUP * length))))
+        what = f"{cheat.name}, tokens until {'a ban' if cheat.edit is None else 'caught'}"
+        is_single = bench.is_same_build and not cheat.is_rescored
+        group, of_single = (1, ", of single completions") if is_single else (GROUP, "")
+        bar = COMPLETIONS_MAX * length if is_single else max(cheat.tokens_max, BUNDLES_MIN * GROUP * length)
+        for name, share in [("median", 0.5)] if is_quick else SHARES:
+            needed = tokens_until_caught(measured, moments, is_rescored=cheat.is_rescored, group=group, share=share)
+            if math.isfinite(bar):
+                checks.append(at_most(f"{what}, {name}{of_single}", needed, round(bar)))
+            else:
+                print(f"{what}, {name}: {needed:,.0f}. {cheat.gain}")
     return checks
 
 

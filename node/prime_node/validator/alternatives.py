@@ -68,20 +68,22 @@ def tokens_until_ban(
     is_rescored: bool,
     group: int = GROUP,
     others: Mapping[str, Floats] | None = None,
+    workers: int = WORKERS,
+    share: float = 0.5,
 ) -> float:
-    """Return the median number of tokens until evidence bans a worker of such completions; infinite above TOKENS_MAX.
+    """Return the tokens until evidence bans this share of workers of such completions; infinite above TOKENS_MAX.
 
     Bundles of `group` completions are resampled from `errors`. With `is_rescored` the claims are right, whatever was claimed.
     `others`: log e [C, stakes] of each completion in statistics that need no moments, by name.
     """
-    lives = evidence_of_lives(errors, moments, workers=WORKERS, is_rescored=is_rescored, group=group, others=others)
-    needed_W = np.full(WORKERS, math.inf)
+    lives = evidence_of_lives(errors, moments, workers=workers, is_rescored=is_rescored, group=group, others=others)
+    needed_W = np.full(workers, math.inf)
     for tokens_W, evidence_W in lives:
         is_new = (evidence_W >= math.log(EVIDENCE_MAX)) & np.isinf(needed_W)
         needed_W = np.where(is_new, tokens_W, needed_W)
-        if np.isfinite(needed_W).sum() > WORKERS / 2 or tokens_W.min() > TOKENS_MAX:
+        if np.isfinite(needed_W).sum() > share * workers or tokens_W.min() > TOKENS_MAX:
             break
-    return float(np.quantile(needed_W, 0.5, method="lower"))
+    return float(np.quantile(needed_W, share, method="lower"))
 
 
 def evidence_of_lives(
