@@ -154,7 +154,9 @@ class AnyRun(RuleBasedStateMachine):
         known = [lease for lease in ended if lease.bundle is not None and lease.reason is None]
         if leases := [*(pending.lease for pending in self.state.bundles.values()), *known]:
             lease = data.draw(st.sampled_from(leases))
-            self.note(self.run_.do(ev.BundleContradicted(lease.lease_id, lease.worker, "another")))
+            assert lease.bundle is not None
+            receipt = () if lease.bundle in self.state.bundles else (ev.Replaced(lease.bundle, None),)
+            self.note(self.run_.do(ev.BundleContradicted(lease.lease_id, lease.worker, "another", receipt)))
 
     @rule(data=st.data(), reason=st.sampled_from([None, None, None, *RejectReason]))
     def judge(self, data: st.DataObject, reason: RejectReason | None) -> None:

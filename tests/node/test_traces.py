@@ -29,6 +29,7 @@ from tests.node.validator_world import (
     make_lease,
     make_validator,
 )
+from tests.time_world import wait_until
 
 from prime_node.adapters import otlp_traces
 from prime_node.adapters.otlp_traces import HEADER_CHARS, OtlpTraces, context_of
@@ -133,6 +134,7 @@ def test_a_collector_that_hangs_holds_up_no_process(monkeypatch: pytest.MonkeyPa
         traces = OtlpTraces(f"http://127.0.0.1:{silent.getsockname()[1]}", role="test", run=RUN.digest, share=1.0)
         traces.begin("follow", of_step(0), {}).end()
         traces.close()
+    wait_until(lambda: not any(thread.name.startswith("OtelBatch") for thread in threading.enumerate()))
 
 
 async def test_validator_and_trainer_send_their_part(collector: Collector, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_every_limit_ends_in_what_it_bounds_and_is_explained() -> None:
     names = [name for name in vars(limits) if name.isupper()]
     assert len(names) > 15
     for name in names:
-        assert name.endswith("_MAX")
+        assert name.endswith(("_MAX", "_MIN"))
         assert f"\n{name} = " in text
         assert text.split(f"\n{name} = ")[1].split("\n")[1].startswith('"""')
     assert all(field.endswith("_max") for field in Limits.model_fields)

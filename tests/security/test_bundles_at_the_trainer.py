@@ -143,7 +143,7 @@ FAULTS: dict[str, Callable[[], Rollouts]] = {
     "1001 turns, environment echo has 1": lambda: in_turns(
         [0] * 1_001 + list(range(1, 8)), [(3, 0)] + [(2 * place + 3, 0) for place in range(1, 1_001)] + [(3, 0)] * 7
     ),
-    "keeps 2000 of 3 tokens": lambda: in_turns(range(8), [(2_000, 0)] + [(3, 0)] * 7),
+    "keeps 1000 of 3 tokens": lambda: in_turns(range(8), [(1_000, 0)] + [(3, 0)] * 7),
     "a prompt of 0 tokens": lambda: in_turns(range(8), [(0, 0)] + [(3, 0)] * 7),
     "a prompt differs": lambda: in_turns(range(8), [(2, 0)] + [(3, 0)] * 7),
     "a token id is not below": lambda: in_turns(range(8), [(3, 1)] + [(3, 0)] * 7, [10**6]),
@@ -168,7 +168,7 @@ def test_a_group_with_an_unbounded_reward_is_left_out(reward: float, caplog: pyt
 
 def test_a_group_of_an_environment_that_the_run_does_not_have_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     assert [group.slot for group in usable(honest(), environments=("other", "echo"))] == [1]
-    assert [group.slot for group in usable(FAULTS["keeps 2000 of 3 tokens"](), environments=("other", "echo"))] == [1]
+    assert [group.slot for group in usable(FAULTS["keeps 1000 of 3 tokens"](), environments=("other", "echo"))] == [1]
     assert "the run has no environment other" in caplog.text
 
 

@@ -75,10 +75,10 @@ class OtlpTraces:
             span_limits=SpanLimits(max_span_attributes=16, max_span_attribute_length=128),
             shutdown_on_exit=False,
         )
-        exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=SEND_S_MAX)
+        self._exporter = OTLPSpanExporter(endpoint=f"{url.rstrip('/')}/v1/traces", timeout=SEND_S_MAX)
         self._provider.add_span_processor(
             BatchSpanProcessor(
-                exporter,
+                self._exporter,
                 max_queue_size=SPANS_QUEUED_MAX,
                 max_export_batch_size=SPANS_SENT_MAX,
                 schedule_delay_millis=round(EXPORT_S * 1_000),
@@ -135,6 +135,8 @@ class OtlpTraces:
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(CLOSE_S_MAX)
+        if closing.is_alive():
+            self._exporter.shutdown()  # it tries no more: the SDK starts a thread in each fork while one of its own is left
 
     def _root(self, subject: str) -> SpanContext:
         digest = blake3(f"{self._run} {subject}".encode(), derive_key_context="prime-node 2026-11-27 trace").digest(24)
