@@ -135,8 +135,10 @@ class OtlpTraces:
         closing = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         closing.start()
         closing.join(CLOSE_S_MAX)
-        if closing.is_alive():
-            self._exporter.shutdown()  # it tries no more: the SDK starts a thread in each fork while one of its own is left
+        if (
+            closing.is_alive()
+        ):  # it must not try again: the SDK starts a thread in each fork while one of its own is left
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
     def _root(self, subject: str) -> SpanContext:
         digest = blake3(f"{self._run} {subject}".encode(), derive_key_context="prime-node 2026-11-27 trace").digest(24)
