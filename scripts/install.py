@@ -23,6 +23,7 @@ import hashlib
 import http.client
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -45,6 +46,8 @@ LOCKS = {
 }
 """Locks of each role. Who makes a run's problems or scores answers gets the packages of environments, too."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CAPABILITY_MIN = (8, 0) if platform.machine() == "aarch64" else (7, 5)
+"""Lowest compute capability of GPUs that the torch of the locks has kernels for, as in prime_node/adapters/old_gpus.py."""
 LINES_SHOWN = 6
 """Last lines of pip that are shown if it fails: its last one alone may be "for help visit ..."."""
 CUDA_PARTS = re.compile(r"(torch|triton|nvidia-[\w-]+|cuda-[\w-]+)==")
@@ -211,15 +214,32 @@ def _run_step(step: list[str], version: str) -> None:
         raise Stop(f"{version} could not be installed: {' | '.join(said[-LINES_SHOWN:])}")
 
 
+def why_no_gpu() -> str:
+    """Return why no NVIDIA GPU of this machine is of use; empty if one may be, or if an old driver does not tell."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return "no NVIDIA GPU"
+    ask = [program, "--query-gpu=compute_cap,name", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True)
+        rows = [line.split(",", 1) for line in answer.stdout.splitlines()]
+        newest, name = max((number_of(number), name.strip()) for number, name in rows)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ""
+    if newest >= CAPABILITY_MIN:
+        return ""
+    has, needed = (".".join(map(str, one)) for one in (newest, CAPABILITY_MIN))
+    return f"{name} has compute capability {has}, and torch needs {needed} or higher"
+
+
 def add_torch_for_cpus(install: list[str], entries: list[str], version: str) -> list[str]:
     """Install the CPU build of the torch of a lock, and return the entries that are still to be installed.
 
     All of them if the lock has no torch, or if that build cannot be had: the lock's own build runs without a GPU, too.
     """
     torch = next((entry.split()[0] for entry in entries if entry.startswith("torch==")), "")
-    if torch == "" or sys.platform != "linux" or shutil.which("nvidia-smi") is not None:
+    if torch == "" or sys.platform != "linux" or not (reason := why_no_gpu()):
         return entries
-    print(f"no NVIDIA GPU: the CPU build of {torch} comes from {CPU_INDEX}, without a digest", flush=True)
+    print(f"{shown(reason)}: the CPU build of {torch} comes from {CPU_INDEX}, without a digest", flush=True)
     try:
         _run_step([*install, "--extra-index-url", CPU_INDEX, f"{torch}+cpu"], version)
     except Stop as error:

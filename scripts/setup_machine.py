@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import platform
+import runpy
 import shutil
 import subprocess
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 GPU_QUERY_TIMEOUT_S = 20
 DRIVER_MAJOR_MIN = 580  # torch 2.13 on PyPI is built with CUDA 13
+OLD_GPUS = Path(__file__).resolve().parent.parent / "node" / "prime_node" / "adapters" / "old_gpus.py"
 
 # Size of a part, in MB: (to download, on disk). CPU parts were measured on x86-64 Linux with Python 3.11,
 # the others are added up from their wheels: a guide, not a promise.
@@ -65,6 +68,8 @@ def detect_gpu() -> tuple[str | None, str]:
         driver_major = int(driver.split(".")[0])
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):
         return None, "nvidia-smi names no usable GPU"
+    if reason := runpy.run_path(str(OLD_GPUS))["why_gpus_are_too_old"]():
+        return None, reason
     if driver_major < DRIVER_MAJOR_MIN:
         return None, f"{name} has driver {driver}, and torch needs {DRIVER_MAJOR_MIN} or newer to use it"
     return f"{name}, driver {driver}", ""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+OLD_GPUS = Path("node/prime_node/adapters/old_gpus.py")
 COMPLETE = """
 import sys
 sys.path.insert(0, "scripts")
@@ -24,7 +25,8 @@ Stamp(identity(detect_machine()), "complete", fingerprint(), installed=["core"],
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     (tmp_path / "scripts").mkdir()
-    for path in (*ROOT.glob("scripts/setup*.py"), ROOT / "pyproject.toml", ROOT / "constraints.txt"):
+    (tmp_path / OLD_GPUS).parent.mkdir(parents=True)
+    for path in (*ROOT.glob("scripts/setup*.py"), ROOT / "pyproject.toml", ROOT / "constraints.txt", ROOT / OLD_GPUS):
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
     return tmp_path
 

@@ -7,6 +7,7 @@ import json
 import torch
 
 from prime_node.adapters.machine import machine
+from prime_node.adapters.old_gpus import CAPABILITY_MIN, why_gpus_are_too_old
 from prime_protocol.errors import LocalError
 from prime_protocol.limits import NAME_CHARS_MAX
 from prime_protocol.telemetry import Hardware
@@ -14,8 +15,8 @@ from prime_protocol.visible import printable
 
 
 def has_gpu() -> bool:
-    """Return whether torch can use a CUDA device."""
-    return bool(torch.cuda.is_available())
+    """Return whether torch can use a CUDA device, and has kernels for it."""
+    return not why_gpus_are_too_old() and bool(torch.cuda.is_available())
 
 
 def hardware() -> Hardware:
@@ -31,7 +32,10 @@ def gpus() -> list[tuple[int, int, int]]:
     """Return (index, free bytes, total bytes) of each GPU that torch can use. Asking takes some hundred megabytes of each."""
     if not has_gpu():
         return []
-    return [(index, *torch.cuda.mem_get_info(index)) for index in range(torch.cuda.device_count())]
+    of_use = [
+        index for index in range(torch.cuda.device_count()) if torch.cuda.get_device_capability(index) >= CAPABILITY_MIN
+    ]
+    return [(index, *torch.cuda.mem_get_info(index)) for index in of_use]
 
 
 def gpu_memory(device: str) -> tuple[int, int]:

@@ -29,7 +29,7 @@ from prime_node.cli.place import HOME, given_link, parse_link
 from prime_node.cli.run_status import RunStatus, clock_ahead_s, run_pace, run_status
 from prime_node.cli.run_trial import Finding
 from prime_node.cli.say import say
-from prime_node.cli.wire_classes import has_gpu_driver, slow_arithmetic, vllm_extra
+from prime_node.cli.wire_classes import has_gpu_driver, slow_arithmetic, unused_gpus, vllm_extra
 from prime_node.keyfile import load_key
 from prime_protocol.errors import LocalError
 from prime_protocol.limits import REQUEST_AGE_S_MAX
@@ -188,7 +188,8 @@ def _torch() -> Finding:
             if slow_arithmetic("transformers/bf16")
             else ""
         )
-        return Finding("torch", True, f"{version}, CPU only{slow}")
+        unused = (reason := unused_gpus()) and f": {reason}"
+        return Finding("torch", True, f"{version}, CPU only{unused}{slow}")
     import torch
 
     if torch.cuda.is_available():

@@ -50,7 +50,8 @@ def up(
 async def _up(run_dir: RunDir, options: Options, settings: UpConfig, *, config_file: Path, engine: str | None) -> int:
     console = Console()
     plan = await asyncio.to_thread(_planned, run_dir, options, engine)
-    _say_what_is_slow(options, engine)
+    for remark in remarks_on_machine(options, engine):
+        say(remark, "")
     run, resumed = _open_or_make(run_dir, options, config_file)
     link = _choose_address(run_dir, run, settings)
     say(
@@ -98,14 +99,15 @@ def _planned(run_dir: RunDir, options: Options, engine: str | None) -> GpuPlan |
     return plan
 
 
-def _say_what_is_slow(options: Options, engine: str | None) -> None:
-    """Print why workers with these settings generate slowly on this machine."""
-    from prime_node.cli.wire_classes import slow_arithmetic, worker_kind
+def remarks_on_machine(options: Options, engine: str | None) -> list[str]:
+    """Return why workers with these settings generate slowly here, and why this machine's GPUs are not used."""
+    from prime_node.cli.wire_classes import slow_arithmetic, unused_gpus, worker_kind
     from prime_node.worker.config import WorkerConfig
 
     chosen = {} if engine is None else {"engine": engine}
-    if reason := slow_arithmetic(worker_kind(options.load(WorkerConfig).model_copy(update=chosen))):
-        say(reason, "")
+    unused = (reason := unused_gpus()) and f"no GPU is used: {reason}"
+    slow = slow_arithmetic(worker_kind(options.load(WorkerConfig).model_copy(update=chosen)))
+    return [remark for remark in (unused, slow) if remark]
 
 
 def _options(run_dir: RunDir, config: Path | None, assignments: list[str]) -> Options:

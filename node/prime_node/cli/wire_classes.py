@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from prime_node import __version__
 from prime_node.adapters.machine import emulates_bf16
+from prime_node.adapters.old_gpus import why_gpus_are_too_old
 from prime_node.adapters.sandbox.system_paths import gpu_devices
 from prime_node.cli.missing_extra import missing_extra
 from prime_protocol.errors import LocalError
@@ -108,7 +109,12 @@ def vllm_extra() -> str:
 
 def has_gpu_driver() -> bool:
     """Return whether this machine may have a GPU to compute on. Only torch can tell, and its import takes seconds."""
-    return bool(gpu_devices())
+    return bool(gpu_devices()) and not why_gpus_are_too_old()
+
+
+def unused_gpus() -> str:
+    """Return why the GPUs of this machine are not used; "" if it has none, or one may be."""
+    return why_gpus_are_too_old() if gpu_devices() else ""
 
 
 def _has_gpu() -> bool:

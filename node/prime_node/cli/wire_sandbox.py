@@ -135,9 +135,9 @@ def role_rules(settings: SandboxSettings, folder: Path, scratch: Path, needs: Ne
 
 def worker_needs(settings: WorkerConfig, grants: EnvironmentSettings, launcher: Launcher | None) -> Needs:
     """Return the access that a worker needs besides its folder."""
-    from prime_node.adapters.sandbox.system_paths import gpu_devices
+    from prime_node.cli.wire_classes import has_gpu_driver
 
-    vllm = settings.engine == "vllm" or (settings.engine == "auto" and bool(gpu_devices()))
+    vllm = settings.engine == "vllm" or (settings.engine == "auto" and has_gpu_driver())
     keys = _hands_on_keys(grants, launcher)
     return Needs(read=_named(settings.base_model, grants), environments=True, hands_on_keys=keys, vllm=vllm)
 
