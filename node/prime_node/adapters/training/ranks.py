@@ -66,7 +66,12 @@ class Ranks:
     @classmethod
     def single(cls, *, device: str) -> Ranks:
         """Return one process that computes as many do, for features that need sharding: bf16, offload."""
-        kind = torch.device(device).type
+        chosen = torch.device(device)
+        kind = chosen.type
+        if (
+            kind == "cuda" and chosen.index is not None
+        ):  # FSDP puts parameters on the current GPU, which is else the first
+            torch.cuda.set_device(chosen)
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         if not dist.is_initialized():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
