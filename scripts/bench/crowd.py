@@ -2,13 +2,15 @@
 
     python scripts/bench/crowd.py [--json]            10,000 held polls; 3,000 requests a second for ten minutes
     python scripts/bench/crowd.py --quick [--json]    2,000 held polls; 1,000 requests a second for fifteen seconds
+    python scripts/bench/crowd.py --only stream       one part
 
 The coordinator (SQLite, folders, signatures) and the gateways are processes. Another process holds the polls: each of its members
 has joined, keeps a connection of its own, and asks for a lease as idle workers do, 30 seconds at a time; no group is left to
 lease. Then one member sends heartbeats over a kept connection, and each waits for its answer. Memory is what all three processes
 hold more than before the polls.
 
-The stream: heartbeats of 300 members at fixed times, signed as they are sent. Each hundredth one that was answered is sent once
+The stream: heartbeats of 1,500 members at fixed times, signed as they are sent. Each sends two a second at most, for which the
+coordinator has room to remember nonces. Each hundredth one that was answered is sent once
 more to the other gateway, which must refuse it. Rates count answers, and memory grows from the end of the first tenth to the end.
 """
 
@@ -43,11 +45,17 @@ from tests.time_world import until
 
 from prime_node.coordinator.daemon import serve_coordinator
 from prime_protocol.identity import SigningKey
-from prime_protocol.limits import WAIT_S_MAX
+from prime_protocol.limits import WAIT_S_MAX, Limits
 from prime_protocol.requests import JoinRequest, LeaseRequest, Request
 
-RUN = make_run(groups_per_step=4, rollouts_per_group=8, heartbeat_seconds=120.0, lease_seconds=3_600.0)
-HOLDER, BEATING = SigningKey(b"h" * 32), 300
+RUN = make_run(
+    groups_per_step=4,
+    rollouts_per_group=8,
+    heartbeat_seconds=120.0,
+    lease_seconds=3_600.0,
+    limits=Limits(workers_max=20_000),
+)
+HOLDER, BEATING = SigningKey(b"h" * 32), 1_500
 REPLAYED_EVERY = 100
 NETWORKS, NEW_PER_S = 250, 200.0
 """Networks from which the polls come, and how many members a second begin: a new connection's first request is a stranger's."""
@@ -256,7 +264,13 @@ def send_stream(ports: Sequence[int], epoch: str, size: Size, pipe: Connection) 
 
     async def main() -> None:
         await join_all(ports, keys, epoch)
-        callers = [await Caller(ports[number % len(ports)]).open() for number in range(BEATING)]
+        callers = list[Caller]()
+        for number, key in enumerate(keys):  # a new connection's first request is a stranger's
+            caller = await Caller(ports[number % len(ports)], f"127.2.{number % NETWORKS}.1").open()
+            status, answer = await caller.ask(signed_request("/v1/heartbeat", HEARTBEAT, key, epoch))
+            assert status == 200, answer
+            callers.append(caller)
+            await asyncio.sleep(1 / NEW_PER_S)
         others = [await Caller(port).open() for port in ports]
         sent: list[asyncio.Queue[tuple[bytes, float]]] = [asyncio.Queue() for _ in callers]
         again: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
@@ -329,6 +343,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="about a minute and a half")
     parser.add_argument("--json", action="store_true", help="print the checks alone, as JSON")
+    parser.add_argument("--only", choices=("polls", "stream"), help="measure one part")
     options = parser.parse_args()
     output, size = Output(as_json=options.json), QUICK if options.quick else FULL
     with tempfile.TemporaryDirectory(prefix="crowd-") as folder, contextlib.ExitStack() as stack:
@@ -336,8 +351,11 @@ def main() -> int:
         gateways = [stack.enter_context(started(serve_one_gateway, link_port)) for _ in range(NUM_GATEWAYS)]
         ports, pids = [gateway[0] for gateway in gateways], [writer, *(gateway[1] for gateway in gateways)]
         digest, epoch = asyncio.run(prepare(port))
-        checks = measure_polls(ports, pids, digest, epoch, size)
-        checks += measure_stream(ports, pids, epoch, size)
+        checks = []
+        if options.only != "stream":
+            checks += measure_polls(ports, pids, digest, epoch, size)
+        if options.only != "polls":
+            checks += measure_stream(ports, pids, epoch, size)
     return output.finish(checks)
 
 

@@ -26,8 +26,6 @@ FOLDER = Path(__file__).resolve().parent
 RESULTS, PAGE = FOLDER / "results", FOLDER / "RESULTS.md"
 NEVER_RECORDED: dict[str, str] = {
     "adapters": "a quick run on 2026-11-23: a delta of integers has 0.16 times the bytes of one of bf16 factors",
-    "crowd": "not yet run on a quiet machine",
-    "crowd_workers": "not yet run on a quiet machine; 100 workers on a busy one: no rollout refused",
     "overload": "a busy machine, 10 s at twice the capacity of 2,547 heartbeats/s (2026-11-27): work's p99 2.1 times that at "
     "half, all uploads done, none lost; heartbeats' p99 4.1 times (bar 3, missed), before they waited for seconds",
 }

@@ -175,7 +175,8 @@ async def test_a_worker_that_picks_its_leases_must_wait_and_the_run_continues(ar
 
 @pytest.mark.slow
 async def test_several_cheats_at_once_leave_only_honest_work_to_the_trainer(arena: Arena) -> None:
-    names = ("older-2", "smaller-rescored", "best-of-n", "loud-poison")
+    # Each shows in its first bundle. One of best-of-n may be honest: where rewards are equal, it sends the assigned sample.
+    names = ("older-2", "smaller-rescored", "prompt-swap", "loud-poison")
 
     def is_over(parts: Sequence[Part], batches: Sequence[TrainBatch]) -> bool:
         return len(batches) >= 3 and {part.key.key_id for part in parts[len(names) :]} <= _trained(batches)
