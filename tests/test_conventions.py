@@ -20,7 +20,7 @@ SLEEPS = {
 }
 """Files that may call `sleep`, and why. Shared helpers may: tests wait for conditions with them."""
 SLOW_PEERS = {
-    "security/test_stolen_gateways.py": "gateways whose packets trickle",
+    "security/test_gateway_room.py": "gateways whose packets trickle",
     "conformance/test_engine.py": "asks for a swap at several moments of a generation in another process",
     "node/standby_world.py": "asks two processes which of them leads, as a balancer does",
     "node/crowd_world.py": "pauses between two attempts, as a worker does",

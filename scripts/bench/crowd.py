@@ -30,20 +30,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import aiohttp
 from checks import Check, Output, at_least, at_most
 from coordinator import asked
-from gateways import NUM_GATEWAYS
+from gateways import FREE, NUM_GATEWAYS, TICK_SECONDS, port_of, serve_hearing, serve_linked
 from processes import SPAWN, resident_bytes, started, use_fast_loop
 from tests.node.coordinator_world import ENGINE, HEARTBEAT, World, folder_parts, make_run, memory_parts
-from tests.node.gateway_world import LISTENS, gateway_parts, hearing, serving
+from tests.node.gateway_world import LISTENS, gateway_parts
 from tests.time_world import until
 
-from prime_node.coordinator.daemon import serve_coordinator
 from prime_protocol.identity import SigningKey
 from prime_protocol.limits import WAIT_S_MAX, Limits
 from prime_protocol.requests import JoinRequest, LeaseRequest, Request
@@ -60,7 +58,6 @@ REPLAYED_EVERY = 100
 NETWORKS, NEW_PER_S = 250, 200.0
 """Networks from which the polls come, and how many members a second begin: a new connection's first request is a stranger's."""
 MIB = 2**20
-FREE: dict[str, Any] = {"requests_per_second": 1e9, "faults_per_second": 1e9, "connects_per_second": 1e9}
 
 
 @dataclass(frozen=True)
@@ -83,25 +80,11 @@ def signed_request(path: str, message: Request, key: SigningKey, epoch: str) -> 
 
 
 def serve_writer(folder: str, pipe: Connection) -> None:
-    """Serve a coordinator that hears gateways; send both of its ports."""
-    use_fast_loop()
-
-    async def main() -> None:
-        parts, server = hearing(await folder_parts(RUN, Path(folder), **LISTENS, **FREE, tick_seconds=0.5))
-        await serve_coordinator(parts, asyncio.Event(), ready=lambda port: pipe.send((port, server.port)))
-
-    asyncio.run(main())
+    serve_hearing(lambda: folder_parts(RUN, Path(folder), **LISTENS, **FREE, tick_seconds=TICK_SECONDS), pipe)
 
 
 def serve_one_gateway(writer_port: int, pipe: Connection) -> None:
-    use_fast_loop()
-
-    async def main() -> None:
-        async with serving(gateway_parts(RUN, [writer_port], **FREE)) as url:
-            pipe.send(int(url.rpartition(":")[2]))
-            await asyncio.Event().wait()
-
-    asyncio.run(main())
+    serve_linked(lambda: gateway_parts(RUN, [writer_port], **FREE), pipe)
 
 
 @dataclass
@@ -232,11 +215,11 @@ def measure_polls(ports: Sequence[int], pids: Sequence[int], digest: str, epoch:
     holder.join()
     print(
         f"{size.polls:,} held polls: {grown_mib:.0f} MiB in all processes; answers {statuses}; heartbeats' p99 "
-        f"{1e3 * p99(quiet_s):.1f} ms before, {1e3 * p99(held_s):.1f} ms beside them"
+        f"{1e3 * p99(quiet_s):.1f} ms before, {1e3 * p99(held_s):.1f} ms meanwhile"
     )
     return [
         at_most(f"{size.polls:,} held polls: memory that they add, MiB", grown_mib, 400),
-        at_most(f"{size.polls:,} held polls: p99 of heartbeats beside them, ms", 1e3 * p99(held_s), 50),
+        at_most(f"{size.polls:,} held polls: p99 of heartbeats meanwhile, ms", 1e3 * p99(held_s), 50),
         at_most(f"{size.polls:,} held polls: not held at the end", missing, 0),
     ]
 
@@ -349,7 +332,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="crowd-") as folder, contextlib.ExitStack() as stack:
         (port, link_port), writer = stack.enter_context(started(serve_writer, folder))
         gateways = [stack.enter_context(started(serve_one_gateway, link_port)) for _ in range(NUM_GATEWAYS)]
-        ports, pids = [gateway[0] for gateway in gateways], [writer, *(gateway[1] for gateway in gateways)]
+        ports, pids = [port_of(gateway[0]) for gateway in gateways], [writer, *(gateway[1] for gateway in gateways)]
         digest, epoch = asyncio.run(prepare(port))
         checks = []
         if options.only != "stream":

@@ -15,9 +15,10 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -29,40 +30,55 @@ from tests.node.coordinator_world import HEARTBEAT, folder_parts, make_run
 from tests.node.gateway_world import LISTENS, gateway_parts, hearing, serving
 
 from prime_node.adapters.storage.folder_blobs import FolderBlobs
+from prime_node.coordinator.assembly import Parts
 from prime_node.coordinator.daemon import serve_coordinator
+from prime_node.coordinator.gateway.daemon import GatewayParts
 from prime_protocol.requests import LeaseRequest
 
 NUM_GATEWAYS = 2
+FREE: dict[str, Any] = {"requests_per_second": 1e9, "faults_per_second": 1e9, "connects_per_second": 1e9}
+"""Settings of a coordinator or gateway that limit no rate."""
+TICK_SECONDS = 0.5
+"""As by default: ticks for tests cost 6 ms in each second."""
 TIMES_MIN, HEARTBEAT_US_MAX, LEASE_US_MAX, UPLOAD_US_MAX = 1.5, 35.0, 260.0, 290.0
 
 
-def serve_writer(folder: str, pipe: Connection) -> None:
-    """Serve a coordinator that hears gateways; send both of its ports."""
+def serve_hearing(make_parts: Callable[[], Awaitable[Parts]], pipe: Connection) -> None:
+    """Serve a coordinator that hears gateways, as a process of its own; send both of its ports."""
     use_fast_loop()
 
     async def main() -> None:
-        bounds = {"requests_per_second": 1e9, "faults_per_second": 1e9, "snapshot_events": 1_000_000}
-        bounds["tick_seconds"] = 0.5  # as by default; ticks for tests cost 6 ms in each second
-        parts = await folder_parts(make_run(**bench_run()), Path(folder), **LISTENS, **bounds)
-        parts, server = hearing(parts)
+        parts, server = hearing(await make_parts())
         await serve_coordinator(parts, asyncio.Event(), ready=lambda port: pipe.send((port, server.port)))
 
     asyncio.run(main())
 
 
-def serve_one_gateway(writer_port: int, folder: str, pipe: Connection) -> None:
-    """Serve a gateway that stores bundles itself, in the writer's folder as others do in its bucket; send its port."""
+def serve_linked(make_parts: Callable[[], GatewayParts], pipe: Connection) -> None:
+    """Serve a gateway, as a process of its own; send its URL."""
     use_fast_loop()
 
     async def main() -> None:
-        parts = gateway_parts(
-            make_run(**bench_run()), [writer_port], bundles=FolderBlobs(Path(folder)), requests_per_second=1e9
-        )
-        async with serving(parts) as url:
-            pipe.send(int(url.rpartition(":")[2]))
+        async with serving(make_parts()) as url:
+            pipe.send(url)
             await asyncio.Event().wait()
 
     asyncio.run(main())
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def serve_writer(folder: str, pipe: Connection) -> None:
+    bounds = {**FREE, "snapshot_events": 1_000_000, "tick_seconds": TICK_SECONDS}
+    serve_hearing(lambda: folder_parts(make_run(**bench_run()), Path(folder), **LISTENS, **bounds), pipe)
+
+
+def serve_one_gateway(writer_port: int, folder: str, pipe: Connection) -> None:
+    """Serve a gateway that stores bundles itself, in the writer's folder as others do in its bucket."""
+    run, bundles = make_run(**bench_run()), Path(folder)
+    serve_linked(lambda: gateway_parts(run, [writer_port], bundles=FolderBlobs(bundles), **FREE), pipe)
 
 
 async def send_to(ports: Sequence[int], requests: Sequence[bytes]) -> list[bytes]:
@@ -86,7 +102,7 @@ def measure_gateways(folder: Path, *, quick: bool) -> list[Check]:
     with contextlib.ExitStack() as stack:
         (port, link_port), writer = stack.enter_context(started(serve_writer, str(folder / "writer")))
         gateways = [
-            stack.enter_context(started(serve_one_gateway, link_port, str(folder / "writer" / "bundles")))[0]
+            port_of(stack.enter_context(started(serve_one_gateway, link_port, str(folder / "writer" / "bundles")))[0])
             for _ in range(NUM_GATEWAYS)
         ]
         digest, epoch = asyncio.run(coordinator.join_and_publish(port))

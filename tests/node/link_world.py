@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from tests.node.gateway_world import SECRET
 
@@ -14,6 +15,7 @@ from prime_node.adapters.link.sealed_frames import (
     MAGIC,
     NONCE_BYTES,
     PROOF_BYTES,
+    FrameKind,
     FrameOpener,
     FrameSealer,
     LinkFrame,
@@ -106,3 +108,8 @@ async def linked(port: int, run: str = RUN) -> AsyncIterator[LinkClient]:
 
 async def no_answer(call: ForwardedCall) -> ForwardedAnswer:
     return ForwardedAnswer(Response())
+
+
+def call(number: int, num_bytes: int = 0, **head: Any) -> LinkFrame:
+    """Return the frame of a call with so many bytes."""
+    return LinkFrame(FrameKind.CALL, number, {"path": "/v1/status", **head}, bytes(num_bytes))

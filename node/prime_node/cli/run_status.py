@@ -259,7 +259,7 @@ async def _read(url: str, path: str) -> dict[str, Any]:
     try:
         data, _ = await _fetch(url, path)
         if sum(map(data.count, (b"[", b"{", b","))) > STATUS_MARKS_MAX:
-            raise ValueError
+            raise _no_status(url, "the answer has too many parts")
         value = json.loads(data)
     except Unreachable as error:
         raise LocalError(

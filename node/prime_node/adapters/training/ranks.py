@@ -68,9 +68,8 @@ class Ranks:
         """Return one process that computes as many do, for features that need sharding: bf16, offload."""
         chosen = torch.device(device)
         kind = chosen.type
-        if (
-            kind == "cuda" and chosen.index is not None
-        ):  # FSDP puts parameters on the current GPU, which is else the first
+        # FSDP puts parameters on the current GPU, which is else the first.
+        if kind == "cuda" and chosen.index is not None:
             torch.cuda.set_device(chosen)
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         if not dist.is_initialized():

@@ -135,9 +135,8 @@ class PartStore:
         try:
             rest = memoryview(data)
             with naming(self._partial(digest)):
-                while (
-                    rest
-                ):  # a disk that has room for some bytes takes these, and reports no error before the next ones
+                # A disk that has room for some bytes takes these, and reports no error before the next ones.
+                while rest:
                     num_bytes = os.pwrite(descriptor, rest, start)
                     rest, start = rest[num_bytes:], start + num_bytes
         finally:

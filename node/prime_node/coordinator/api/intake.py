@@ -169,9 +169,8 @@ class BundleIntake:
         self._require_wanted(header)
         if paid_by != header.worker:  # anyone who has recorded the header can send it
             self.gate.limiter.by_key.require(header.worker, self.clock.monotonic_s())
-            self._charge(
-                AGAIN + header.worker, is_charged=False
-            )  # each asks the bucket twice, also for a body that is missing
+            # Each asks the bucket twice, also for a body that is missing.
+            self._charge(AGAIN + header.worker, is_charged=False)
         async with self.direct.body_of(header) as body:
             self.metrics.add("prime_upload_bytes_total", len(body))
             whole = parcel + body

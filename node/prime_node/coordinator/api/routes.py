@@ -307,9 +307,8 @@ class ServedEndpoint:
 
     def fault_for(self, error: Exception, remote: str) -> RemoteError:
         """Log an error of this coordinator, and return what the caller gets in its place."""
-        if isinstance(
-            error, OSError | LocalError
-        ):  # of the disk or of the storage service, which may recover, or a damaged row
+        # Of the disk or of the storage service, which may recover, or a damaged row.
+        if isinstance(error, OSError | LocalError):
             log.error("%s from %s: the storage failed: %s", self.endpoint.path, remote, error)
             return RemoteError(ErrorCode.UNAVAILABLE, "the coordinator's storage failed", retry_after_s=STORAGE_RETRY_S)
         log.error("%s from %s failed", self.endpoint.path, remote, exc_info=error)

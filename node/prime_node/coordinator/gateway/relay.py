@@ -258,9 +258,8 @@ class GatewayRelay:
 
     def _call(self, endpoint: ApiEndpoint, request: Request, address: str) -> ForwardedCall:
         headers = FORWARDED_HEADERS if endpoint.caller is None else (TRACE_HEADER,)
-        header = (
-            request.headers.get(CLAIM_HEADER.lower()) if request.body else None
-        )  # without a body it was not checked
+        # Without a body it was not checked.
+        header = request.headers.get(CLAIM_HEADER.lower()) if request.body else None
         claim = None if header is None else open_claim(header)
         return ForwardedCall(
             endpoint.path,
