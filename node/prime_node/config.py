@@ -90,9 +90,19 @@ class Settings(BaseSettings):
         table = dict((file or {}).get(cls.section, {}))
         merged = _merge(_merge(table, cls.from_environment()), overrides or {})
         try:
-            return cls(**merged)
+            return cls.of_fields(merged)
         except ValidationError as error:
             raise LocalError(_explain(error, cls)) from None
+
+    @classmethod
+    def of_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """Return settings of a stranger's fields, none of which is an argument of the library: it begins with _, and reads files.
+
+        Raises LocalError and ValidationError.
+        """
+        if own := [name for name in fields if name.startswith("_")]:
+            raise LocalError(f"bad setting: [{cls.section}] {own[0][:99]!a}: no such setting")
+        return cls(**fields)
 
     @classmethod
     def from_environment(cls) -> dict[str, Any]:

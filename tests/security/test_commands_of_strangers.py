@@ -143,8 +143,9 @@ def test_a_support_bundle_follows_no_link_out_of_the_folder(tmp_path: Path) -> N
 
 
 def test_secrets_are_removed_from_a_line_of_many_quotes_in_linear_time() -> None:
-    """Before, a megabyte of escaped quotes after `token=[` took an hour."""
-    for line in ('token = ["' + '\\"' * 2**19, "token = [" + "'\"\\" * 2**18):
+    """Before, a megabyte of escaped quotes after `token=[` took an hour, and one of a key's header without an end too."""
+    header = "-----BEGIN " + "PRIVATE KEY" * 2**16
+    for line in ('token = ["' + '\\"' * 2**19, "token = [" + "'\"\\" * 2**18, f"{header}\ntoken = "):
         assert "LEAK" not in without_secrets(f"{line}LEAK", [])
 
 

@@ -11,11 +11,15 @@ import torch
 from tests.builder import build_manifest
 from tests.node.batch_coordinator import TRAINER, make_run
 from tests.node.coordinator_world import make_policy
+from tests.node.operator_world import make_run_folder
 from tests.node.replay_world import PublishedRun, mirrored, replayable_run, trained, with_state
+from typer.testing import CliRunner
 
 from prime_node.adapters.models.lora import LoraSettings, add_adapters
 from prime_node.adapters.storage.folder_blobs import BLOBS
+from prime_node.cli.main import app
 from prime_node.cli.replay_target import ReplayOptions, replay_target
+from prime_node.cli.run_dir import RunDir
 from prime_node.envs.settings import EnvironmentSettings
 from prime_node.replay import material
 from prime_node.replay.finding import ReplayOutcome
@@ -49,15 +53,20 @@ def policy(run: PinnedRun, version: int, previous: str | None = None) -> SignedM
     return open_manifest(seal(first.model_copy(update=changes), PayloadType.MANIFEST, TRAINER), run)
 
 
+def publish(folder: Path, recipe: bytes, run: PinnedRun, head: SignedManifest) -> None:
+    """Write the run's published folder: its recipe and its newest policy."""
+    (blob := folder / BLOBS / digest_of(recipe)[:2] / digest_of(recipe)).parent.mkdir(parents=True)
+    blob.write_bytes(recipe)
+    (folder / "run.json").write_bytes(run.envelope.to_bytes())
+    (folder / "head.json").write_bytes(head.envelope.to_bytes())
+
+
 @pytest.mark.parametrize("options", [ReplayOptions(bound_only=True), ReplayOptions(sample=1, bound_only=True)])
 async def test_a_policy_of_any_number_takes_no_memory(tmp_path: Path, options: ReplayOptions) -> None:
     """Before, a head of policy 2,147,483,647 made a list of as many steps: 86 GB."""
     recipe = recipe_document(TrainerConfig())
     run = hostile_run(recipe)
-    (blob := tmp_path / BLOBS / digest_of(recipe)[:2] / digest_of(recipe)).parent.mkdir(parents=True)
-    blob.write_bytes(recipe)
-    (tmp_path / "run.json").write_bytes(run.envelope.to_bytes())
-    (tmp_path / "head.json").write_bytes(policy(run, STEP_MAX, "a" * 64).envelope.to_bytes())
+    publish(tmp_path, recipe, run, policy(run, STEP_MAX, "a" * 64))
     report = await replay_target(str(tmp_path), options, EnvironmentSettings())
     assert report.outcome is ReplayOutcome.WITHHELD
     assert len(report.steps) == 1
@@ -93,11 +102,37 @@ def test_a_recipe_s_adapters_are_no_wider_than_the_model() -> None:
         add_adapters(layers, LoraSettings(rank=5, alpha=1))
 
 
-def test_a_recipe_s_seed_is_one_that_torch_takes() -> None:
-    """Before, `replay` ended with a traceback."""
-    document = json.dumps({"code": {}, "trainer": {"seed": 2**70}}).encode()
+@pytest.mark.parametrize("trainer", [{"seed": 2**70}, {"sft": {"batch_size": 2**32}}])
+def test_a_recipe_s_numbers_are_those_that_a_trainer_can_have(trainer: dict[str, Any]) -> None:
+    """Before, `replay` ended with a traceback; and with --genesis a step of so many problems took 64 GB."""
+    document = json.dumps({"code": {}, "trainer": trainer}).encode()
     with pytest.raises(LocalError, match="cannot read the recipe"):
         config_of(document, ReplayPolicy(recipe=digest_of(document)))
+
+
+OF_THE_LIBRARY = {"_cli_parse_args": ["--help"], "_env_file": "others.env", "_secrets_dir": "."}
+"""Arguments of the settings' library. By the first one it prints help and ends the process with exit code 0."""
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_a_recipe_gives_the_library_of_settings_no_arguments(tmp_path: Path, name: str) -> None:
+    """Before, `replay` of such a run ended with exit code 0, which means exact; and a recipe could name files to read."""
+    recipe = json.dumps({"code": {}, "trainer": {name: OF_THE_LIBRARY[name]}}).encode()
+    run = hostile_run(recipe)
+    publish(tmp_path, recipe, run, policy(run, 1, "a" * 64))
+    shown = CliRunner().invoke(app, ["replay", str(tmp_path), "--bound-only", "--step", "0"])
+    assert isinstance(shown.exception, LocalError), shown.output
+    assert f"[trainer] {name!r}: no such setting" in str(shown.exception)
+
+
+@pytest.mark.parametrize("name", OF_THE_LIBRARY)
+def test_the_settings_of_a_folder_give_it_none(tmp_path: Path, name: str) -> None:
+    """Before, `status FOLDER` and `ledger verify FOLDER` ended with exit code 0 too."""
+    run = RunDir(make_run_folder(tmp_path / "run"))
+    run.config.write_text(f"[coordinator]\n{name} = {json.dumps(OF_THE_LIBRARY[name])}\n")
+    shown = CliRunner().invoke(app, ["status", str(run.path)])
+    assert isinstance(shown.exception, LocalError), shown.output
+    assert f"[coordinator] {name!r}: no such setting" in str(shown.exception)
 
 
 @pytest.mark.slow

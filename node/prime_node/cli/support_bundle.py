@@ -55,7 +55,8 @@ PATTERNS = (
     ),
     (
         re.compile(
-            r"(-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----|\A(?=[\w+/=\s]+-----END )).*?(?=-----END|\Z)", re.DOTALL
+            r"(-----BEGIN [A-Z ]{0,20}PRIVATE KEY[A-Z ]{0,9}-----|\A(?=[\w+/=\s]+-----END )).*?(?=-----END|\Z)",
+            re.DOTALL,
         ),
         rf"\1{REMOVED}",
     ),

@@ -56,7 +56,7 @@ class SftConfig(BaseModel):
     """Steps between two measurements of the accuracy. Once it rises, it rises fast."""
     check_problems: int = Field(default=256, ge=1)
     """Held-out problems of the stopping rule; the evaluation uses others."""
-    batch_size: int = Field(default=64, ge=1)
+    batch_size: int = Field(default=64, ge=1, le=2**16)
     """Problems of one step."""
     problems: int = Field(default=8_192, ge=1)
     """Number of training problems of each environment to draw from, starting at 0."""

@@ -99,7 +99,7 @@ def config_of(document: bytes, policy: ReplayPolicy, *, trusted_code: Collection
         raise LocalError("the source's recipe is not the one that the RunSpec pins")
     try:
         found = json.loads(document)
-        config = TrainerConfig(**found["trainer"])
+        config = TrainerConfig.of_fields(found["trainer"])
         code: dict[str, str] = dict(found["code"])
         unpinned = sorted(NOT_PINNED & found["trainer"].keys())
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, ValidationError) as error:
