@@ -43,6 +43,18 @@ pytestmark = [
 
 
 @pytest.mark.vllm
+async def test_a_call_ends_with_the_error_of_what_watches_its_engine() -> None:
+    from prime_node.adapters.engines.engine_watch import EngineWatch
+
+    def is_dead() -> bool:
+        raise RuntimeError("a bug")
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        async with asyncio.timeout(20.0):
+            await EngineWatch(is_dead).call(asyncio.Event().wait())
+
+
+@pytest.mark.vllm
 @pytest.mark.timeout(300)
 async def test_vllm_swaps_a_model_with_a_tied_head_and_shared_keys(folder: Path, tmp_path: Path) -> None:
     # As in Qwen3-0.6B. Upstream silently leaves a tied head on the old weights on a CPU.

@@ -127,6 +127,28 @@ async def test_an_episode_whose_process_ends_says_so(
     world.process.close()
 
 
+async def test_an_error_in_the_model_ends_its_episode_with_that_error(
+    started: dict[str, ProcessEnvironment], model: Path
+) -> None:
+    """And no other: the process keeps playing."""
+    world, tokenizer = started["again"], HfTokenizer(model)
+    assert isinstance(world, TurnEnvironment)
+    prompt = tuple(tokenizer.encode_prompt(world.prompt(1)))
+
+    async def fail(prompt: tuple[int, ...]) -> Completion | None:
+        raise KeyError("a bug")
+
+    async def silence(prompt: tuple[int, ...]) -> Completion | None:
+        return None
+
+    async with asyncio.timeout(20.0):
+        other = asyncio.ensure_future(world.play(1, prompt, silence))
+        with pytest.raises(KeyError, match="a bug"):
+            await world.play(1, prompt, fail)
+        assert await other == 0.0
+        assert await world.play(1, prompt, silence) == 0.0
+
+
 HANGS = """
 import asyncio, concurrent.futures, contextlib, threading, time
 from prime_node.adapters.environments.separate_grading import SeparateGrading

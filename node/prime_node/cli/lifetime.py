@@ -62,12 +62,18 @@ def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_paren
         OSError, ValueError
     ):  # two networks' connections exceed 1,024 descriptors, the usual soft limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, allowed))
+    threading.excepthook = log_failed_thread
     ends = _Ends()
     try:
         with asyncio.Runner(loop_factory=patient_loop) as runner:
             return runner.run(_live(main, ends, stop_with_parent=stop_with_parent, grace_s=grace_s))
     finally:
         ends.cancel()
+
+
+def log_failed_thread(end: threading.ExceptHookArgs) -> None:
+    """Log the error that ended a thread. Python's own hook prints it, so it would not be in a log of JSON lines."""
+    log.error("the thread %s has ended", "" if end.thread is None else end.thread.name, exc_info=end.exc_value)
 
 
 class _Ends:

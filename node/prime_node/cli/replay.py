@@ -155,7 +155,7 @@ async def replay_report(target: str, options: ReplayOptions, settings: Environme
     """Re-execute steps, print what is found, and return its exit code."""
     from prime_node.cli import wire
     from prime_node.cli.kernels import ready_kernels
-    from prime_node.patience import cancel_all
+    from prime_node.patience import unless
     from prime_node.replay.material import ReplayProgress
 
     console = None if as_json else Console(highlight=False, soft_wrap=True)
@@ -167,11 +167,9 @@ async def replay_report(target: str, options: ReplayOptions, settings: Environme
     if not options.batches_only:  # it decodes no weights
         await asyncio.to_thread(ready_kernels, Console(stderr=True, highlight=False).print)
     progress = ReplayProgress()
-    showing = asyncio.ensure_future(show_progress(progress, console, wire.clock()) if console else asyncio.sleep(0))
-    try:
-        report = await replay_target(target, options, settings, show, progress)
-    finally:
-        await cancel_all(showing)
+    work = replay_target(target, options, settings, show, progress)
+    report = await (work if console is None else unless(show_progress(progress, console, wire.clock()), work))
+    assert report is not None, "progress is shown until the work ends"
     if console is None:
         print(json.dumps(report.as_fields()))
     else:
@@ -208,7 +206,7 @@ LINE_S, LOOK_S = 30.0, 0.5
 """Seconds between two lines, and between two looks."""
 
 
-async def show_progress(progress: ReplayProgress, console: Console, clock: Clock) -> None:
+async def show_progress(progress: ReplayProgress, console: Console, clock: Clock) -> NoReturn:
     """Show where a re-execution is, until cancelled."""
     status = console.status("") if console.is_terminal else None
     said_s = clock.monotonic_s()

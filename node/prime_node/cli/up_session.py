@@ -134,12 +134,13 @@ class UpSession:
                 live.update(render(self.progress))
         stopping.cancel()
         trainer.cancel()
+        is_done = trainer.done() and trainer.result() is not None  # raises an error of the supervisor
         failed = self._given_up()
         if failed is not None:
             log.error("%s ended with code %s and is not restarted", failed.name, failed.exit_code)
             end = last_lines(failed.log_file, 15).splitlines()
             say(f"the {failed.name} failed; the end of {failed.log_file}:", *end, console=console)
-        return trainer.done() and failed is None
+        return is_done and failed is None
 
     async def until_workers_left(self) -> None:
         """Wait a few seconds for the workers: the coordinator tells each of them, on any machine, that the run is over."""

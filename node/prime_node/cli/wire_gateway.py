@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,20 +26,16 @@ def writer_link(settings: GatewayConfig, secret: bytes, run: str) -> WriterLink:
 
 async def run_of(link: WriterLink, digest: str) -> PinnedRun:
     """Return the run of that digest from the writer, waiting until it answers. Raises RemoteError for another run."""
-    from prime_node.patience import ask_until_answered
+    from prime_node.patience import ask_until_answered, unless
     from prime_node.ports.writer_link import ForwardedCall
 
-    keeping = asyncio.ensure_future(link.keep())
-    try:
-        ask = ask_until_answered(
-            lambda: link.ask(ForwardedCall("/v1/run")), what="the run's description", clock=wire.clock()
-        )
-        answer = (await ask).response
-        assert isinstance(answer.body, bytes)
-        return open_run_spec(open_envelope(answer.body), pinned=digest)
-    finally:
-        keeping.cancel()
-        await asyncio.wait({keeping})
+    ask = ask_until_answered(
+        lambda: link.ask(ForwardedCall("/v1/run")), what="the run's description", clock=wire.clock()
+    )
+    answer = await unless(link.keep(), ask)
+    assert answer is not None, "the link is kept until it fails"
+    assert isinstance(answer.response.body, bytes)
+    return open_run_spec(open_envelope(answer.response.body), pinned=digest)
 
 
 async def shared_blobs(settings: CoordinatorConfig, run: PinnedRun, name: str) -> Blobs | None:

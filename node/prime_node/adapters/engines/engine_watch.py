@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from prime_node.patience import first_of
 from prime_node.ports.engine import EngineDied, EngineFault, EngineMismatch
 
 T = TypeVar("T")
@@ -46,27 +47,19 @@ class EngineWatch:
 
     async def call(self, work: Awaitable[T]) -> T:
         """Await `work`. Raises EngineDied, also where vLLM would never answer, and EngineMismatch for what it refuses."""
+        working = asyncio.ensure_future(work)
         try:
-            async with asyncio.timeout(None) as limit:
-                looking = asyncio.create_task(self._look(limit))
-                try:
-                    return await work
-                finally:
-                    looking.cancel()
-        except TimeoutError:
-            if limit.expired():
-                raise _died() from None
-            raise
+            await first_of(working, self._look())
+            return working.result()
         except EngineDeadError as error:
             raise _died() from error
         except VLLMClientError as error:  # a run's own limits allow what its model does not
             raise EngineMismatch(f"vLLM refuses a request: {error}") from error
 
-    async def _look(self, limit: asyncio.Timeout) -> None:
+    async def _look(self) -> NoReturn:
         while True:
             if self._is_dead():
-                limit.reschedule(asyncio.get_running_loop().time())
-                return
+                raise _died()
             await asyncio.sleep(LOOK_S)
 
 

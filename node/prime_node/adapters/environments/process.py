@@ -33,6 +33,7 @@ from prime_node.adapters.environments.child import (
     new_number,
 )
 from prime_node.adapters.environments.frames import as_flag, as_parts, as_reward, as_text, as_texts
+from prime_node.patience import first_of
 from prime_node.ports.environment import GRADED_TOGETHER, Ask
 from prime_protocol.rollout import Completion
 
@@ -82,12 +83,13 @@ class EnvironmentProcess:
     async def play(self, environment: str, ask: Ask, check: Callable[[object], T], **arguments: Any) -> T:
         """Play one episode and return its result, which `check` has checked.
 
-        Cancelling it cancels the episode. Raises EnvironmentFailed: EnvironmentSilent if the episode hangs, EnvironmentGone if
-        the process does.
+        Cancelling it cancels the episode, and so does an error of `ask`, which is raised. Raises EnvironmentFailed:
+        EnvironmentSilent if the episode hangs, EnvironmentGone if the process does.
         """
         while not self._is_fit(child := self.child):
             await asyncio.to_thread(self._started)
         number, loop = new_number(), asyncio.get_running_loop()
+        failed: asyncio.Future[None] = loop.create_future()
         open_asks = 0
 
         async def answered(prompt: tuple[int, ...]) -> Completion | None:
@@ -97,6 +99,10 @@ class EnvironmentProcess:
             silence.reschedule(None)
             try:
                 return await ask(prompt)
+            except Exception as error:
+                if not failed.done():
+                    failed.set_exception(error)
+                raise
             finally:
                 open_asks -= 1
                 if number in child.asks and not open_asks:
@@ -107,7 +113,9 @@ class EnvironmentProcess:
                 child.asks[number] = (loop, answered)
                 together = GRADED_TOGETHER.get()
                 _, answer = child.send(number, method="play", environment=environment, together=together, **arguments)
-                return _checked(check, await asyncio.wrap_future(answer))
+                played = asyncio.wrap_future(answer)
+                await first_of(played, failed)
+                return _checked(check, played.result())
         except TimeoutError:
             self._retired.add(child)
             child.tell(cancel=number)

@@ -214,3 +214,5 @@ def _write(write: Callable[[], None]) -> None:
         write()
     except LocalError as error:
         log.warning("%s", error)
+    except Exception:  # nothing awaits this call
+        log.exception("this rank's part of a checkpoint could not be written")

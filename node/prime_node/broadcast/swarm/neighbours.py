@@ -8,6 +8,7 @@ while this process runs, and its notifications are ignored.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from prime_node.broadcast.swarm.sources import NamedSource, SourceKind, SourcePo
 from prime_node.broadcast.swarm.swarm_tasks import SwarmTasks
 from prime_node.broadcast.swarm.topology import Topology, TopologyRules, parents, share_of, topology_for
 from prime_node.broadcast.swarm.uplink import Uplink
-from prime_node.patience import RateLimit, cancel_all
+from prime_node.patience import RateLimit, cancel_all, first_of
 from prime_node.ports.clock import Clock
 from prime_node.ports.swarm import PeerLink
 from prime_node.ports.transport import Unreachable
@@ -99,21 +100,20 @@ class Neighbours:
         """Return the peers in `linked` with their links."""
         return [(peer, self._links[peer]) for peer in self.linked]
 
-    async def run(self, offer_of: Callable[[], PeersRequest]) -> NoReturn:
+    async def run(self, offer_of: Callable[[], PeersRequest]) -> None:
         """Keep links until cancelled, then close them. `offer_of` returns what the directory asks with."""
-        asking = asyncio.create_task(self._directory.run(self.links, self._wake.set, offer_of=offer_of))
         try:
-            while True:
-                self.link_more()
-                self._wake.clear()
-                try:
-                    async with asyncio.timeout(LOOK_S):
-                        await self._wake.wait()
-                except TimeoutError:
-                    if asking.done():
-                        asking.result()
+            await first_of(self._directory.run(self.links, self._wake.set, offer_of=offer_of), self._keep_linking())
         finally:
-            await cancel_all(asking, *self._tasks.values())
+            await cancel_all(*self._tasks.values())
+
+    async def _keep_linking(self) -> NoReturn:
+        while True:
+            self.link_more()
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._wake.wait()
 
     def link_more(self) -> None:
         """Begin a link to each chosen peer that has none."""
@@ -198,7 +198,9 @@ class Neighbours:
 
     async def prepare(self) -> None:
         """Prepare all links. A link that fails here fails again when it is used, and is handled then."""
-        await asyncio.gather(*(link.prepare() for link in self.links()), return_exceptions=True)
+        for error in await asyncio.gather(*(link.prepare() for link in self.links()), return_exceptions=True):
+            if isinstance(error, Exception) and not isinstance(error, RemoteError | Unreachable | OSError):
+                self._swarm_tasks.note("preparing a link", error)
 
     def share(self, encoding: str, num_pieces: int) -> tuple[float, float]:
         """Return our share of an encoding, among the listed peers that do not have all of it.

@@ -77,7 +77,8 @@ class Peer:
             log.info("serving peers on port %d", self.port)
         if self.network is not None and self.accepted is None:
             await self.network.start()
-        self._task = asyncio.create_task(self._run() if self.accepted is None else self._run_while(self.accepted))
+        work = self._run if self.accepted is None else functools.partial(self._run_while, self.accepted)
+        self._task = asyncio.create_task(self.swarm_tasks.keep("taking part", work))
         try:
             yield
         finally:

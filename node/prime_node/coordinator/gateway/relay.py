@@ -308,6 +308,8 @@ class LiveRelay(LiveFrames):
                 await self._read_one()
             except RemoteError as error:
                 log.debug("the stream of live changes: %s", error)
+            except Exception:  # nothing awaits this task, and every viewer depends on it
+                log.exception("the stream of live changes")
             await self._clock.sleep(RETRY_S)
 
     async def _read_one(self) -> None:
