@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.tiny_model_world import write_tiny_model
+from tests.tiny_model_world import charsmap, write_tiny_model
+from tokenizers import Tokenizer
 
 from prime_node.adapters.models.hf_tokenizer import HfTokenizer
 from prime_node.adapters.models.model_folder import read_tokenizer
@@ -35,7 +38,7 @@ def test_no_tokenizer_repeats_or_cuts_a_text_or_makes_it_too_long(folder: Path) 
     change(folder / "tokenizer.json", truncation=cut, post_processor=often)
     tokenizer = HfTokenizer(folder)
     assert tokenizer.encode("sun " * 10) == plain
-    with pytest.raises(ValueError, match=r"times as long"):
+    with pytest.raises(ValueError, match=rf"steps of {folder}/tokenizer\.json may make 200 times as long"):
         tokenizer.encode("a" * (limits.TOKENIZER_TEXT_BYTES_MAX // 200 + 1))
     (folder / "chat_template.jinja").write_text("x" * 90_000 + "{{ messages[0].content }}")
     with pytest.raises(LocalError, match="90,000 bytes"):
@@ -57,8 +60,12 @@ SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
 BACK = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 META = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True}
-NFKC_TABLE = base64.b64encode(b"\0\0\0\0" + b"x" * 33 + b"\0").decode()  # its longest entry is U+FDFA's, of 33 bytes
-TABLE = {"type": "Precompiled", "precompiled_charsmap": NFKC_TABLE}
+GREETING = "\ufdfa"
+"""Three bytes of which NFKC makes 33, most of all characters."""
+TABLE = {
+    "type": "Precompiled",
+    "precompiled_charsmap": charsmap(GREETING, unicodedata.normalize("NFKC", GREETING)),
+}
 END = {"type": "Strip", "strip_left": False, "strip_right": True}
 BLANKS = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
 
@@ -88,4 +95,28 @@ def test_the_steps_that_transformers_writes_for_a_model_of_sentencepiece_pass(fo
     """Before, two blanks were counted as if they could match an empty text, and such files of T5 were refused."""
     last = BLANKS | {"content": "\u2581"}
     change(folder / "tokenizer.json", normalizer=steps("normalizers", TABLE, END, last), pre_tokenizer=META)
-    assert read_tokenizer(folder) * 50_000 < limits.TOKENIZER_TEXT_BYTES_MAX
+    assert read_tokenizer(folder) == 11 * 1.5 * 3
+
+
+@pytest.mark.parametrize("key", ["a", "\u00e4", GREETING, "\U0001d161", "e\u0301\u0302"])
+def test_a_table_lengthens_a_text_by_its_replacement_in_place_of_its_key(folder: Path, key: str) -> None:
+    """A longer key is never found: the library looks up groups of five bytes at most."""
+    plain, normalizer = read_tokenizer(folder), {"type": "Precompiled", "precompiled_charsmap": charsmap(key, "b" * 60)}
+    change(folder / "tokenizer.json", normalizer=normalizer)
+    made = Tokenizer.from_file(str(folder / "tokenizer.json")).normalizer.normalize_str(key)
+    assert read_tokenizer(folder) == plain * len(made.encode()) / len(key.encode())
+    assert HfTokenizer(folder).decode(HfTokenizer(folder).encode(key * 100)) == made * 100
+
+
+def test_a_table_with_circles_is_read_once_and_a_large_one_not_at_all(folder: Path) -> None:
+    plain = read_tokenizer(folder)
+    circles = base64.b64encode((1024).to_bytes(4, "little") + b"".join(map(_to_itself, range(256)))).decode()
+    for table, why in ((circles, None), (base64.b64encode(b"\0\0\x20\0" + bytes(2**21)).decode(), "a large one")):
+        change(folder / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": table})
+        with contextlib.nullcontext() if why is None else pytest.raises(LocalError, match=why):
+            assert read_tokenizer(folder) == plain
+
+
+def _to_itself(place: int) -> bytes:
+    """Return a unit that is found from row 0, and whose own row is 0, with a leaf."""
+    return (place << 10 | 1 << 8 | place).to_bytes(4, "little")

@@ -77,8 +77,8 @@ class BoundedTokenizer:
 
     def __init__(self, folder: Path) -> None:
         """Read tokenizer.json. Raises LocalError, and whatever the library raises."""
-        self._growth = read_tokenizer(folder)
-        self.library = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        self._path, self._growth = folder / TOKENIZER_FILE, read_tokenizer(folder)
+        self.library = Tokenizer.from_file(str(self._path))
         self.library.no_truncation()  # it would cut prompts, or repeat parts of them
         self.library.post_processor = None  # it adds special tokens, which nothing asks for, or repeats the text
 
@@ -86,7 +86,7 @@ class BoundedTokenizer:
         """Encode a text. Raises ValueError if it is too long, or if the library fails on it."""
         if (size := len(text.encode())) * self._growth > limits.TOKENIZER_TEXT_BYTES_MAX:
             raise ValueError(
-                f"a text of {size:,} bytes, which this tokenizer may make {self._growth:,.0f} times as long, is above "
+                f"a text of {size:,} bytes, which the steps of {self._path} may make {self._growth:,.0f} times as long, is above "
                 f"{limits.TOKENIZER_TEXT_BYTES_MAX:,}"
             )
         with panics_raised():

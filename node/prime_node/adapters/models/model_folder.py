@@ -8,12 +8,12 @@ file and the field.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from prime_node.adapters.models.regex_cost import regex_fault
+from prime_node.adapters.models.tokenizer_growth import CHARACTERS, growth_of_step
 from prime_protocol import limits
 from prime_protocol.envelope import load_json
 from prime_protocol.errors import LocalError, RemoteError
@@ -66,12 +66,8 @@ _THETA_MAX = 2**40
 _ROPE_TYPES_TIMES_FACTOR = ("linear", "dynamic")
 _ROPE_ENTRY_BYTES = 4
 _STEPS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
-_AFTER = ("post_processor", "decoder")
 _STEP_LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
-_CHARACTERS = "precompiled_charsmap"
 _PAD_MULTIPLE_MAX = 256
-_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "ByteLevel": 2, "Metaspace": 3}
-"""Factor by which a step lengthens a text, by its type."""
 _OPERATOR = "ask the run's operator"
 
 
@@ -289,14 +285,17 @@ def read_tokenizer(folder: Path) -> float:
             if key in (*_STEPS, *_STEP_LISTS) and value is not None and not is_list and not _has_type(value):
                 raise LocalError(f"{path}: {printable(place)[:200]} is a step without a type; {_OPERATOR}")
             steps += key == "type"
-            if isinstance(value, str) and key != _CHARACTERS:
+            if isinstance(value, str) and key != CHARACTERS:
                 chars += len(value)
             if key == "Regex" and isinstance(value, str):
                 regexes += 1
                 if fault := regex_fault(value):
                     raise LocalError(f"{path}: {printable(place)[:200]} {fault}; {_OPERATOR}")
             if isinstance(value, dict):
-                growth *= _growth(path, value) * (1 if part in _AFTER else _GROWTH.get(str(value.get("type")), 1))
+                try:
+                    growth *= growth_of_step(value, part)
+                except ValueError as error:
+                    raise LocalError(f"{path}: {error}; {_OPERATOR}") from None
     if regexes > limits.TOKENIZER_REGEXES_MAX:
         raise LocalError(f"{path}: {regexes:,} expressions, above {limits.TOKENIZER_REGEXES_MAX}; {_OPERATOR}")
     if steps > limits.TOKENIZER_STEPS_MAX:
@@ -362,42 +361,3 @@ def _pads_little(padding: object) -> bool:
 def _has_type(step: object) -> bool:
     """Return whether a step has a type. The library takes steps without one, and lists of their values."""
     return isinstance(step, dict) and isinstance(step.get("type"), str)
-
-
-def _growth(path: Path, step: Mapping[str, Any]) -> float:
-    """Return the maximum factor by which the entries of one step lengthen a text.
-
-    Of every type: the library ignores further entries, and reads a step of an unknown type by its entries.
-    """
-    growth = 1.0
-    if _CHARACTERS in step:
-        growth *= max(1.0, _longest_replacement(path, step[_CHARACTERS]))
-    if isinstance(step.get("single"), list):  # a template that may show the text often
-        growth *= max(1.0, sum(isinstance(piece, dict) and "Sequence" in piece for piece in step["single"]))
-    if isinstance(text := step.get("prepend"), str):  # to each part between added tokens, perhaps of one character
-        growth *= 1 + len(text.encode()) / 2
-    if "" in (step.get("suffix"), step.get("word_delimiter_token")):  # replaced by a blank between all characters
-        growth *= 2
-    if "handle_chinese_chars" in step:  # a blank on both sides of each
-        growth *= 2
-    pattern, content = step.get("pattern"), step.get("content")
-    if pattern is None or not isinstance(content, str):
-        return growth
-    given, length = pattern.get("String") if isinstance(pattern, dict) else None, len(content.encode())
-    if isinstance(given, str) and given:
-        return growth * max(1.0, length / len(given.encode()))
-    if pattern == {"Regex": " {2,}"}:
-        return growth * max(1.0, length / 2)
-    return growth * (1 + length)  # an expression may match the empty text between any two characters
-
-
-def _longest_replacement(path: Path, charsmap: object) -> int:
-    """Return the bytes of the longest replacement of a character in a table in sentencepiece's format."""
-    try:
-        raw = base64.b64decode(charsmap, validate=True) if isinstance(charsmap, str) else b""
-    except ValueError:
-        raw = b""
-    size = int.from_bytes(raw[:4], "little")
-    if len(raw) < 4 + size or size % 4:
-        raise LocalError(f"{path}: precompiled_charsmap is not a table of replacements; {_OPERATOR}")
-    return max(map(len, raw[4 + size :].split(b"\0")))

@@ -81,8 +81,8 @@ def regex_fault(pattern: str) -> str | None:
         if fault := _unknown(token):
             return fault
         bounds = _bounds(token)
-        if _OPTION.fullmatch(token) and found.start() > 0 and not _OPENING.match(before):
-            return "has an option after the start of a group: all alternatives after it become a group behind what is before"
+        if _OPTION.fullmatch(token) and found.start() > 0 and before != "|" and not _OPENING.match(before):
+            return "has an option within an alternative: all alternatives after it become a group behind what is before"
         if token[0] == "(" and not token.endswith(")"):
             groups.append(_Group(group.repeats_before + group.repeats + group.last_repeats))
         elif token == ")" and len(groups) > 1:
