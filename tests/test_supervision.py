@@ -172,7 +172,7 @@ def targets(call: ast.AST, parents: dict[ast.AST, ast.AST]) -> set[str]:
     names, node = {ast.unparse(call)}, call
     while (parent := parents.get(node)) is not None:
         if isinstance(parent, ast.Assign) and isinstance(parent.value, ast.Tuple) and parent.value is node:
-            place = parent.value.elts.index(call) if call in parent.value.elts else 0  # type: ignore[arg-type]
+            place = parent.value.elts.index(call) if call in parent.value.elts else 0
             return names | {ast.unparse(each.elts[place]) for each in parent.targets if isinstance(each, ast.Tuple)}
         if isinstance(parent, ast.Assign | ast.AnnAssign):
             return names | {ast.unparse(each) for each in getattr(parent, "targets", None) or [parent.target]}  # type: ignore[union-attr]
