@@ -94,9 +94,13 @@ def replace(path: Path, data: bytes) -> None:
     """Create or replace a file atomically but not durably, for content about the present only. Raises OSError."""
     partial = path.with_name(f"{path.name}.partial")
     partial.unlink(missing_ok=True)
-    with naming(path), partial.open("xb") as file:  # never through an existing link
-        file.write(data)
-    partial.replace(path)
+    try:
+        with naming(path), partial.open("xb") as file:  # never through an existing link
+            file.write(data)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_or_begin(path: Path) -> bytes:

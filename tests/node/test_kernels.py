@@ -122,9 +122,9 @@ def test_where_a_compiler_ends_early_the_process_codes_without_kernels_and_the_n
     cache = tmp_path / "cache"
     monkeypatch.setattr(kernels, "cache_place", lambda: (str(cache), "key"))
     monkeypatch.setattr(sys, "executable", str(compiler))
-    monkeypatch.setattr(api, "given_up", False)
+    monkeypatch.setattr(api, "disabled", False)
     kernels.ready_kernels()
-    assert f"do not compile here (exit codes [{code}, {code}]" in caplog.text
+    assert f"do not compile here (exit codes [{code}]" in caplog.text
     assert api.load_kernels() is None
     assert [path.name for path in cache.iterdir()] == ["kernels.lock"]
 
@@ -137,6 +137,34 @@ def test_where_no_lock_can_be_had_the_kernels_are_compiled_all_the_same(
     monkeypatch.setattr(sys, "executable", "/bin/true")
     assert kernels.compile_once(lambda text: None)
     assert (tmp_path / "kernels-key.compiled").exists()
+
+
+def test_a_process_that_only_decodes_has_the_decoder_compiled_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, compiled = tmp_path / "compiler", tmp_path / "compiled"
+    compiler.write_text(f'#!/bin/sh\necho "$3" | grep -o "ready_[a-z]*$" >> {compiled}\n')
+    compiler.chmod(0o700)
+    monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), "key"))
+    monkeypatch.setattr(sys, "executable", str(compiler))
+    for encodes in (False, False, True, True, False):
+        assert kernels.compile_once(lambda text: None, encodes=encodes)
+    first, *further = compiled.read_text().split()
+    assert [first, *sorted(further)] == ["ready_decoder", "ready_decoder", "ready_encoder"]
+
+
+@pytest.mark.parametrize(("compiler", "used"), [("/bin/true", True), ("/bin/false", False)])
+def test_a_worker_decodes_without_kernels_until_they_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str, used: bool
+) -> None:
+    monkeypatch.setattr(kernels, "cache_place", lambda: (str(tmp_path), "key"))
+    monkeypatch.setattr(sys, "executable", compiler)
+    monkeypatch.setattr(api, "disabled", False)
+    finish = kernels.begin_kernels()
+    assert api.load_kernels() is None
+    finish()
+    assert (api.load_kernels() is not None) is used
+    assert ("are not compiled (exit code 1)" in caplog.text) is not used
 
 
 PARENT = """

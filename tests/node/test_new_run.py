@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from prime_node.cli.coordinator import listening_port, unreachable
 from prime_node.cli.new import make_run, new, write_join_link
 from prime_node.cli.options import Options
+from prime_node.cli.place import coordinator_hosts
 from prime_node.cli.run_dir import RunDir
 from prime_node.cli.shipped import config_path, read_calibration, shipped_calibration
 from prime_node.coordinator.config import CoordinatorConfig
@@ -129,6 +130,9 @@ def test_settings_that_a_role_would_refuse_are_reported_before_a_run_is_made(tmp
         new(tmp_path / "run", config=DEMO, assignments=["trainer.optimizer.lrr=3"])
     with pytest.raises(LocalError, match=r"--url my\.host"):
         new(tmp_path / "run", url="my.host", config=DEMO)
+    others = ['run.coordinators=["https://b.example.org", "http://c.example.org"]']
+    with pytest.raises(LocalError, match=r"TLS, so clients would not ask http://c\.example\.org of run\.coordinators"):
+        new(tmp_path / "run", url="https://a.example.org", config=DEMO, assignments=others)
     assert not (tmp_path / "run").exists()
 
 
@@ -161,6 +165,12 @@ def test_a_link_that_leads_elsewhere_is_reported_to_the_operator(
     found = list(unreachable(JoinLink.parse(f"{url}/#{'0' * 64}"), settings))
     assert len(found) == len(named)
     assert all(setting in warning for setting, warning in zip(named, found, strict=True))
+
+
+@pytest.mark.parametrize(("url", "hosts"), [("http://a", ("a", "b", "c")), ("https://a", ("a", "b"))])
+def test_a_coordinator_answers_to_the_names_that_clients_ask(demo: Made, url: str, hosts: tuple[str, ...]) -> None:
+    spec = demo.run.spec.model_copy(update={"coordinators": ("https://b", "http://c")})
+    assert coordinator_hosts(JoinLink(url, demo.run.digest), replace(demo.run, spec=spec)) == hosts
 
 
 @pytest.mark.parametrize(

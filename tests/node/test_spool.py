@@ -97,14 +97,15 @@ async def test_a_bundle_of_another_run_that_used_the_folder_before_is_not_sent_t
         pack_parcel(build_header(build_lease(run, WORKER, [group]), b"body", 4), b"body", PayloadType.ROLLOUT, WORKER)
         for run in (own, other)
     ]
-    clock = VirtualClock()
-    spool = Spool(tmp_path, bytes_max=2**20, clock=clock, rng=random.Random(1), run=own.digest)
+    before = make_spool(tmp_path)
     for parcel in (parcels[1], parcels[0]):
-        await spool.put(parcel, LEASE)
+        await before.put(parcel, LEASE)
+    spool = Spool(tmp_path, bytes_max=2**20, clock=VirtualClock(), rng=random.Random(1), run=own.digest)
+    assert (spool.num_bundles, spool.num_bytes) == (1, len(parcels[0])), "the other run's takes no room of this one's"
     receiver = Receiver()
     await flush_all(spool, receiver)
     assert receiver.taken == [parcels[0]]
-    assert list(make_spool(tmp_path).lease_ids) == [LEASE], "it waits for its own run"
+    assert make_spool(tmp_path).num_bytes == len(parcels[1]), "it waits for its own run"
 
 
 async def test_the_log_of_refusals_is_bounded(tmp_path: Path) -> None:

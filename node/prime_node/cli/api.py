@@ -88,6 +88,8 @@ class ConfinedWorker:
     settings: WorkerConfig
     grants: EnvironmentSettings
     launcher: Launcher | None
+    load_kernels: Callable[[], None]
+    """Function that waits until the codec's kernels are compiled, and loads them."""
     folder: Path
     key: SigningKey
     delegation: str
@@ -108,7 +110,7 @@ def confined_worker(
 ) -> ConfinedWorker:
     """Open a worker's folder and key, start its launcher, then confine this process. Raises LocalError."""
     from prime_node.at_desk import Desk
-    from prime_node.cli.kernels import make_kernels
+    from prime_node.cli.kernels import begin_kernels
     from prime_node.cli.wire import clock, environment_launcher
     from prime_node.cli.wire_classes import engine_info
     from prime_node.cli.wire_identity import delegation_for
@@ -125,7 +127,7 @@ def confined_worker(
     place = (folder or HOME / "runs" / parsed.run[:16]).resolve()
     key_file = identity or (HOME / "identity.key" if folder is None else folder / "identity.key")
     FolderLock(place).release()  # fail early if another worker runs there; the worker takes the lock that is kept
-    make_kernels()
+    load_kernels = begin_kernels()
     launcher = environment_launcher(grants, settings.sandbox, folder=place)
     key = load_or_create(key_file)
     delegation = delegation_for(key_file, key, parsed.run)
@@ -136,6 +138,7 @@ def confined_worker(
         settings=settings,
         grants=grants,
         launcher=launcher,
+        load_kernels=load_kernels,
         folder=place,
         key=key,
         delegation=delegation,
@@ -164,7 +167,6 @@ async def run_confined(
     from prime_node.patience import Switch, unless
     from prime_node.worker.loop import run_worker
     from prime_node.worker.worker import Ending, Equipment, Worker
-    from prime_protocol.codec import warm_up
 
     settings, folder = worker.settings, worker.folder
     async with contextlib.AsyncExitStack() as stack:
@@ -190,7 +192,7 @@ async def run_confined(
                 asyncio.to_thread(
                     wire.turn_environments, run.spec, model, worker.grants, worker.launcher, folder=folder
                 ),
-                asyncio.to_thread(warm_up),
+                asyncio.to_thread(worker.load_kernels),
             )
             stack.push_async_callback(engine.close)
             stack.callback(end_environments, environments)

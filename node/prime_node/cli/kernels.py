@@ -1,9 +1,10 @@
 """Compilation of the codec's kernels: once per installation, before anything with a deadline, and in one process at a time.
 
-Concurrency: the first process that finds nothing compiled holds a lock file in numba's cache folder while two children compile.
-One compiles the decoder and one the encoder, because numba compiles one function at a time per process. Other processes wait
-for the lock, at most LOCK_S_MAX; then all load machine code. The lock and the children end with their process, so if it is
-killed the next process does the work. The process that compiled also removes the output of older sources.
+Concurrency: the first process that finds nothing compiled holds a lock file in numba's cache folder while its children compile.
+One compiles the decoder and one, for trainers alone, the encoder, because numba compiles one function at a time per process.
+Other processes wait for the lock, at most LOCK_S_MAX; then all load machine code. The lock and the children end with their
+process, so if it is killed the next process does the work. The process that compiled also removes the output of older sources.
+A worker does not wait: it joins and loads its engine meanwhile, and decodes without kernels until they are there.
 
 A compiler failure ends no process: a process whose children fail, or are killed for lack of memory, codes without kernels.
 
@@ -25,7 +26,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from prime_node.files import write_durably
-from prime_protocol.codec.api import give_up_kernels
+from prime_protocol.codec.api import use_kernels
 from prime_protocol.codec.compiling import cache_place, ready_decoder, ready_encoder, warm_up
 from prime_protocol.digest import digest_of
 
@@ -56,34 +57,71 @@ from {module} import {name}
 """Program of a compiling child. Its standard input is a pipe that only its parent holds open."""
 
 
-def ready_kernels(say: Say = log.info) -> None:
-    """Compile the kernels if necessary and load them, for a process that decodes or encodes.
+def ready_kernels(say: Say = log.info, *, encodes: bool = False) -> None:
+    """Compile the kernels if necessary and load them, for a process that decodes, or also encodes.
 
     Do nothing without numba. If numba finds no writable folder, this process compiles for itself. If compilation fails, it runs
     without kernels.
     """
-    make_kernels(say)
-    warm_up()
+    if not compile_once(say, encodes=encodes):
+        use_kernels(False)
+    (warm_up if encodes else ready_decoder)()
 
 
-def make_kernels(say: Say = log.info) -> None:
-    """Compile the kernels if necessary, before a process confines itself. `warm_up` may load them later: that takes 0.3 s."""
-    if not compile_once(say):
-        give_up_kernels()
+def begin_kernels() -> Callable[[], None]:
+    """Begin to compile the decoder in a child if necessary, before this process confines itself.
 
-
-def compile_once(say: Say) -> bool:
-    """Compile the kernels unless the cache holds them. Return False if they do not compile."""
+    Return a function that waits for the child and loads the decoder, in 0.3 s. Until then this process decodes without kernels.
+    """
     place = cache_place()
-    if place is None:
-        return True
-    folder, done = Path(place[0]), Path(place[0]) / f"kernels-{place[1]}.compiled"
-    if _is_intact(done):
-        with suppress(OSError):  # the file belongs to another user
-            done.touch()
-        return True
-    with _turn(folder / "kernels.lock", say):
+    if place is None or _found(place, encodes=False):
+        return ready_decoder
+    use_kernels(False)
+    log.info("compiling the codec's kernels meanwhile, once per installation (10 to 60 s)")
+    began_s, child = time.monotonic(), _compiling(compile_decoder)
+
+    def finish() -> None:
+        with child:
+            code = child.wait()
+        if code != 0:
+            log.warning("the codec's kernels are not compiled (exit code %d): updates are applied much slower", code)
+            return
+        use_kernels(True)
+        ready_decoder()
+        log.info("compiled the codec's kernels in %.1f s", time.monotonic() - began_s)
+
+    return finish
+
+
+def compile_decoder() -> None:
+    """Compile the decoder in a process of its own, which ends with exit code 1 if it does not compile."""
+    if not compile_once(lambda text: None, encodes=False):
+        sys.exit(1)
+
+
+def _found(place: tuple[str, str], *, encodes: bool) -> bool:
+    """Return whether numba's cache holds the kernels, intact, and mark them as used."""
+    for done in _markers(place)[: 1 if encodes else 2]:
         if _is_intact(done):
+            with suppress(OSError):  # the file belongs to another user
+                done.touch()
+            return True
+    return False
+
+
+def _markers(place: tuple[str, str]) -> tuple[Path, Path]:
+    """Return the files that say that both halves are compiled, and that the decoder is."""
+    return Path(place[0]) / f"kernels-{place[1]}.compiled", Path(place[0]) / f"kernels-{place[1]}.decoder.compiled"
+
+
+def compile_once(say: Say, *, encodes: bool = True) -> bool:
+    """Compile the kernels, or the decoder alone, unless the cache holds them. Return False if they do not compile."""
+    place = cache_place()
+    if place is None or _found(place, encodes=encodes):
+        return True
+    folder, done = Path(place[0]), _markers(place)[0 if encodes else 1]
+    with _turn(folder / "kernels.lock", say):
+        if _found(place, encodes=encodes):
             return True
         if done.exists():
             log.warning("the compiled kernels in %s are damaged and are compiled again: check the disk", folder)
@@ -92,8 +130,9 @@ def compile_once(say: Say) -> bool:
                     path.unlink()
         say("compiling the codec's kernels, once per installation (10 to 60 s)")
         began_s = time.monotonic()
-        with _compiling(ready_decoder) as decoder, _compiling(ready_encoder) as encoder:
-            codes = [_code(decoder, began_s), _code(encoder, began_s)]
+        with ExitStack() as children:
+            halves = (ready_decoder, ready_encoder) if encodes else (ready_decoder,)
+            codes = [_code(each, began_s) for each in [children.enter_context(_compiling(half)) for half in halves]]
         if any(codes):
             log.warning(
                 "the codec's kernels do not compile here (exit codes %s; -9: killed, usually for lack of memory). This process "

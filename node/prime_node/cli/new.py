@@ -31,6 +31,8 @@ def new(
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
 ) -> None:
     """Make a run: keys, model files, the signed RunSpec and the join link."""
+    from prime_node.coordinator.new_run import RunConfig
+
     options = Options(config, assignments)
     if config is None and "environments" not in options.overrides.get("run", {}):
         raise LocalError(
@@ -39,9 +41,12 @@ def new(
         )
     check_settings(options, with_run=True)
     try:
-        JoinLink.parse(f"{url.rstrip('/')}/#{'0' * 64}")
+        has_tls = JoinLink.parse(f"{url.rstrip('/')}/#{'0' * 64}").url.startswith("https:")
     except ValueError:
         raise LocalError(f"--url {url}: expected http://host:port, as contributors will reach it") from None
+    unasked = [each for each in options.load(RunConfig).coordinators if has_tls and not each.startswith("https:")]
+    if unasked:
+        raise LocalError(f"--url {url} has TLS, so clients would not ask {', '.join(unasked)} of run.coordinators")
     run = make_run(RunDir(directory), options, config_file=config)
     link = write_join_link(RunDir(directory), run, url=url)
     say(f"run {run.digest[:12]} made in {directory}", f"join link: {link}", "")

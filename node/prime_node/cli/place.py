@@ -122,8 +122,9 @@ def invite_for(link: JoinLink, setting: str) -> str:
 
 
 def coordinator_hosts(link: JoinLink, run: PinnedRun) -> tuple[str, ...]:
-    """Return the host names under which clients reach a run's coordinator."""
-    return tuple(urlsplit(url).hostname or "" for url in (link.url, *run.spec.coordinators))
+    """Return the host names under which clients reach a run's coordinator: with TLS, they ask no address without it."""
+    asked = [url for url in run.spec.coordinators if url.startswith("https:") or link.url.startswith("http:")]
+    return tuple(urlsplit(url).hostname or "" for url in (link.url, *asked))
 
 
 def is_url(target: str) -> bool:

@@ -55,7 +55,7 @@ def trainer(
     options = Options.of_run(run, config, assignments, reads=READ_BY_ROLE["trainer"])
     settings, grants = options.load(TrainerConfig), options.load(EnvironmentSettings)
     wire_training.require_device(settings)
-    ready_kernels()  # also needed before torchrun: each rank encodes
+    ready_kernels(encodes=True)  # also needed before torchrun: each rank encodes
     if wire_training.is_under_torchrun():
         ranks = wire_training.trainer_ranks(settings)
 

@@ -1,7 +1,8 @@
 """Sandbox of `join`, `seed` and `validator`: what each may access, and the log line on what the system enforces.
 
-Order in a role: read settings, lock the folder, compile the codec's kernels, load the key; then `confine_role`; then the
-network. So a process that could still open its user's files never handles untrusted input.
+Order in a role: read settings, lock the folder, compile the codec's kernels (for a worker a child begins to, and reads nothing
+from outside), load the key; then `confine_role`; then the network. So a process that could still open its user's files never
+handles untrusted input.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class RunConfig(Settings):
     """What is trained and why, in one or two sentences for the page."""
     coordinators: tuple[str, ...] = ()
     """Addresses of further coordinators of the run, for example ["http://b.example.org:8400"]: hot standbys, or names that move.
-    Clients ask the next one where one does not answer. If the join link has TLS (https), they leave out those without."""
+    Clients ask the next one where one does not answer. If the join link has TLS (https), all need it."""
     async_level: int = Field(default=2, ge=0, le=64)
     """Number of policies that inference may be behind the trainer, k. 2 hides the broadcast."""
     max_steps: int = Field(default=1_000, ge=1)

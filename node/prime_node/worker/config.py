@@ -71,7 +71,8 @@ class WorkerConfig(Settings):
     poll_seconds: float = Field(default=0.5, gt=0.0)
     """Seconds between polls for a new policy."""
     mirrors: tuple[str, ...] = ()
-    """URLs that serve the run's checkpoints besides the coordinator. None of them is trusted."""
+    """URLs that serve the run's checkpoints besides the coordinator. None of them is trusted; over http, others on the way see
+    what is fetched."""
     swarm: SwarmConfig = SwarmConfig()
     """Exchange of policies with other workers."""
     limits: WorkLimits = WorkLimits()

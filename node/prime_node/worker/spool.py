@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import random
 import re
 from collections import deque
@@ -23,14 +24,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_node.files import disk_faults, read_or_begin, write_durably
-from prime_node.inside import place, read_regular
+from prime_node.inside import open_regular, place, read_regular
 from prime_node.patience import Backoff, may_pass
 from prime_node.ports.clock import Clock
 from prime_node.ports.transport import Unreachable
 from prime_node.traces import of_lease, spanned
 from prime_protocol.envelope import parse_json
 from prime_protocol.errors import RemoteError
-from prime_protocol.parcel import open_parcel
+from prime_protocol.parcel import PARCEL_OVERHEAD_BYTES_MAX, open_parcel
 from prime_protocol.replies import UploadReply
 from prime_protocol.rollout import RolloutHeader
 from prime_protocol.visible import number_of
@@ -56,7 +57,7 @@ class Spool:
 
         With `run`, those of another run, which used the folder before, stay on the disk: its work is not this coordinator's.
         """
-        self._folder, self._run = folder, run
+        self._folder = folder
         self._bytes_max = bytes_max
         self._clock = clock
         self._rng = rng
@@ -68,10 +69,15 @@ class Spool:
             for partial in folder.glob("*.partial"):  # never acknowledged
                 partial.unlink(missing_ok=True)  # a process that ends may still rename it
             found = sorted(path for path in folder.glob("*.parcel") if _NAME.fullmatch(path.name) and path.is_file())
-            self._entries = deque(_Entry(path, path.stat().st_size) for path in found)
+            own = [path for path in found if not run or _run_of(path) in ("", run)]
+            self._entries = deque(_Entry(path, path.stat().st_size) for path in own)
         self._next = 1 + max((int(path.name.split("-")[0]) for path in found), default=0)
-        if found:
-            log.info("%s of the last start: waiting for upload", number_of(len(found), "finished bundle"))
+        if own:
+            log.info("%s of the last start: waiting for upload", number_of(len(own), "finished bundle"))
+        if others := len(found) - len(own):
+            log.warning(
+                "%s in %s of other runs: join those to upload them", number_of(others, "finished bundle"), folder
+            )
 
     @property
     def num_bundles(self) -> int:
@@ -113,8 +119,8 @@ class Spool:
                 await self._changed.wait_for(lambda: self._entries)
             entry = self._entries[0]
             with self._on_disk():
-                if await self._send(entry.path, upload):
-                    await asyncio.to_thread(entry.path.unlink, missing_ok=True)
+                await self._send(entry.path, upload)
+                await asyncio.to_thread(entry.path.unlink, missing_ok=True)
             async with self._changed:
                 self._entries.popleft()
                 self._changed.notify_all()
@@ -128,19 +134,14 @@ class Spool:
         """Return whether there is no room. A bundle larger than the whole limit still goes into an empty spool."""
         return bool(self._entries) and self.num_bytes + incoming > self._bytes_max
 
-    async def _send(self, path: Path, upload: Callable[[bytes], Awaitable[UploadReply]]) -> bool:
-        """Send a bundle, retrying until the coordinator has given a final answer. Return whether it is done with."""
+    async def _send(self, path: Path, upload: Callable[[bytes], Awaitable[UploadReply]]) -> None:
+        """Send a bundle, retrying until the coordinator has given a final answer."""
         backoff = Backoff(self._rng)
         try:
             parcel = await asyncio.to_thread(read_regular, path)  # follow no link: it would upload another file
         except FileNotFoundError:
             log.warning("finished work %s is missing on this disk; its lease will be given to another worker", path)
-            return True
-        if self._run and (other := _run_of(parcel)) not in ("", self._run):
-            log.warning(
-                "finished work %s stays on this disk: it is of run %s, join that to upload it", path, other[:12]
-            )
-            return False
+            return
         while True:
             try:
                 with spanned("upload", of_lease(path.stem.partition("-")[2]), num_bytes=len(parcel)):
@@ -148,7 +149,7 @@ class Spool:
             except (Unreachable, RemoteError) as error:
                 if isinstance(error, RemoteError) and not may_pass(error):
                     await asyncio.to_thread(self._note_refusal, path, error.code, error.detail)
-                    return True
+                    return
                 pause_s = backoff.next_s(error)
                 log.info("bundle %s: %s; sending it again in %.1f s", path.stem, error, pause_s)
             else:
@@ -156,7 +157,7 @@ class Spool:
                 self.bytes_uploaded += len(parcel)
                 if reply.verdict is not None and reply.verdict.reason is not None:
                     await asyncio.to_thread(self._note_refusal, path, reply.verdict.reason, reply.verdict.detail)
-                return True
+                return
             await self._clock.sleep(pause_s)
 
     def _note_refusal(self, path: Path, reason: str, detail: str) -> None:
@@ -170,9 +171,11 @@ class Spool:
         return disk_faults(f"finished work {self._folder}")
 
 
-def _run_of(parcel: bytes) -> str:
-    """Return the run that a bundle names; empty if it cannot be read."""
+def _run_of(path: Path) -> str:
+    """Return the run that a bundle names; empty if it cannot be read. A whole spool may have 1 GiB: only headers are read."""
     try:
-        return parse_json(open_parcel(parcel, body_bytes_max=len(parcel)).envelope.payload, RolloutHeader).run
-    except RemoteError:
+        with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+            head = file.read(PARCEL_OVERHEAD_BYTES_MAX)
+        return parse_json(open_parcel(head, body_bytes_max=len(head)).envelope.payload, RolloutHeader).run
+    except (OSError, RemoteError):
         return ""

@@ -270,16 +270,16 @@ def _kernels_for(element: ElementType, count: int) -> Kernels | None:
 
 def load_kernels() -> Kernels | None:
     """Return the module of the CLASS kernels, or None if numba is missing or disabled."""
-    return None if given_up else _import_kernels()
+    return None if disabled else _import_kernels()
 
 
-def give_up_kernels() -> None:
-    """Disable the kernels, for a process that cannot compile them. From now on it codes as without numba."""
-    global given_up
-    given_up = True
+def use_kernels(are_compiled: bool) -> None:
+    """Disable the kernels while they are not compiled, or cannot be: this process then codes as without numba."""
+    global disabled
+    disabled = not are_compiled
 
 
-given_up = False
+disabled = False
 
 
 @functools.cache
