@@ -121,6 +121,33 @@ async def test_a_writer_without_credit_learns_of_the_end_of_its_stream() -> None
             await opened.read(1)
 
 
+@on_trio
+async def test_nothing_follows_a_write_that_was_cut() -> None:
+    async with links(Yamux, Yamux) as (one, other):
+        opened, accepted = await pair_of_streams(one, other)
+        scope = trio.CancelScope()
+
+        async def write() -> None:
+            with scope:
+                await opened.write(bytes(2 * WINDOW))
+
+        async def write_next() -> None:
+            with pytest.raises(MuxedStreamError, match="cut"):
+                await opened.write(b"the next frame")
+
+        async with trio.open_nursery() as nursery:
+            for task in (write, write_next):
+                nursery.start_soon(task)
+                await trio.testing.wait_all_tasks_blocked()
+            scope.cancel()
+        received = 0
+        while received < WINDOW:
+            received += len(await accepted.read(WINDOW))
+        await trio.testing.wait_all_tasks_blocked()
+        assert received == WINDOW
+        assert not other.stream_buffers[accepted.stream_id]
+
+
 @pytest.mark.parametrize(("size", "is_cut"), [(5, False), (2 * WINDOW, True)])
 @on_trio
 async def test_a_cancelled_write_has_sent_nothing_or_says_that_it_was_cut(size: int, is_cut: bool) -> None:

@@ -73,7 +73,6 @@ class AskingStream:
         self._peer = peer
         self._asked: dict[int, _Asked] = {}
         self._next = 0
-        self._writing = trio.Lock()
         self.is_open = True
 
     @property
@@ -87,8 +86,7 @@ class AskingStream:
         self._next = (self._next + 1) % 2**32
         self._asked[number] = asked
         try:
-            async with self._writing:
-                await self._write(pack_request(number, payload))
+            await self._write(pack_request(number, payload))
             await asked.settled.wait()
         finally:
             self._asked.pop(number, None)
@@ -140,7 +138,7 @@ class AskingStream:
         A write cancelled before it left, as happens in the end game, ends nothing.
         """
         try:
-            await self._stream.write(frame)
+            await _send(self._stream, frame)
         except BaseException as error:
             if not isinstance(error, Exception) and not self._stream.muxed_stream.is_cut:
                 raise
@@ -189,14 +187,19 @@ class Streams:
     async def _stream(self, peer: str, protocol: str) -> AskingStream:
         """Return the open stream to a peer; a direct one as soon as there is a direct link."""
         name = (peer, protocol)
-        lock = self._opening.setdefault(name, trio.Lock())
-        async with lock:
-            stream = self._open.get(name)
-            if stream is not None and stream.is_open and not (stream.is_relayed and self.has_direct_link(peer)):
-                return stream
-            self._open[name] = stream = AskingStream(await self._new(peer, protocol), peer)
-            self._nursery.start_soon(self._read, name, stream)
+        if (stream := self._usable(name)) is not None:
             return stream
+        async with self._opening.setdefault(name, trio.Lock()):
+            if (stream := self._usable(name)) is None:  # otherwise another task has opened it
+                self._open[name] = stream = AskingStream(await self._new(peer, protocol), peer)
+                self._nursery.start_soon(self._read, name, stream)
+            return stream
+
+    def _usable(self, name: tuple[str, str]) -> AskingStream | None:
+        stream = self._open.get(name)
+        if stream is None or not stream.is_open or (stream.is_relayed and self.has_direct_link(name[0])):
+            return None
+        return stream
 
     async def _read(self, name: tuple[str, str], stream: AskingStream) -> None:
         await stream.read_replies()
@@ -239,7 +242,7 @@ class Streams:
         return any(not leads_through_relay(link) for link in self.links(peer))
 
     async def _answer_all(self, stream: INetStream, peer: str, answer: Serve, request_bytes_max: int) -> None:
-        writing, reader = trio.Lock(), _Reader(stream)
+        reader = _Reader(stream)
         async with trio.open_nursery() as nursery:
             while True:
                 header = await reader.exactly(REQUEST_HEADER_BYTES, stall_s=inf)
@@ -248,21 +251,19 @@ class Streams:
                 if num_bytes > request_bytes_max:
                     await reader.skip(num_bytes)
                     refused: RemoteError = LimitExceeded("request_bytes_max", num_bytes, request_bytes_max)
-                    await _send(stream, writing, pack_refusal(number, refused))
+                    await _send(stream, pack_refusal(number, refused))
                     continue
                 payload = await reader.exactly(num_bytes)
                 if self._answering[peer] >= limits.PEER_REQUESTS_MAX:
                     refused = RemoteError(
                         ErrorCode.TOO_MANY_REQUESTS, f"{limits.PEER_REQUESTS_MAX} of your requests are in progress"
                     )
-                    await _send(stream, writing, pack_refusal(number, refused))
+                    await _send(stream, pack_refusal(number, refused))
                     continue
                 self._answering[peer] += 1
-                nursery.start_soon(self._answer, stream, writing, peer, answer, number, payload)
+                nursery.start_soon(self._answer, stream, peer, answer, number, payload)
 
-    async def _answer(
-        self, stream: INetStream, writing: trio.Lock, peer: str, answer: Serve, number: int, payload: bytes
-    ) -> None:
+    async def _answer(self, stream: INetStream, peer: str, answer: Serve, number: int, payload: bytes) -> None:
         given: bytes | DeferredAnswer = b""
         try:
             try:
@@ -275,7 +276,7 @@ class Streams:
             except Exception:
                 log.exception("a request of %s could not be answered", peer)
                 frame = pack_refusal(number, RemoteError(ErrorCode.INTERNAL, "this peer failed to answer; see its log"))
-            await _send(stream, writing, frame)
+            await _send(stream, frame)
         finally:
             settle_answer(given)
             self._answering[peer] -= 1
@@ -344,9 +345,9 @@ async def reset(stream: INetStream) -> None:
         await stream.reset()
 
 
-async def _send(stream: INetStream, writing: trio.Lock, frame: bytes) -> None:
-    async with writing:
-        await stream.write(frame)
+async def _send(stream: INetStream, frame: bytes) -> None:
+    """Write a whole frame. The muxed stream has a lock of its own; each further one is a turn of the loop."""
+    await stream.muxed_stream.write(frame)
 
 
 class _Reader:

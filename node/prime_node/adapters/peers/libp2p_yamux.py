@@ -113,15 +113,20 @@ class Stream(library.YamuxStream):
         return buffer
 
     async def write(self, data: bytes) -> None:
-        """Write all of `data`. Raises MuxedStreamError if the stream is closed, or gets no credit for STALL_S.
+        """Write all of `data`, after what others are writing.
+
+        Raises MuxedStreamError if the stream is closed or cut, or gets no credit for STALL_S.
 
         A cancelled write has sent nothing, unless `is_cut` says that the stream is unusable.
         """
         async with self._writing:
+            if self.is_cut:
+                raise MuxedStreamError("an earlier write was cut")
             sent = 0
             try:
                 while sent < len(data):
-                    await self._until_credited()
+                    if self.send_window <= 0 or self.send_closed or self.closed:
+                        await self._until_credited()
                     end = sent + min(self.send_window, len(data) - sent, WRITE_BYTES)
                     frames = []
                     for start in range(sent, end, library.MAX_MESSAGE_SIZE):

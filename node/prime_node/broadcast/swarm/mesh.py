@@ -79,13 +79,17 @@ class Mesh:
     @property
     def _is_cut_off(self) -> bool:
         """Whether the coordinator does not answer and no peer that it listed is linked. Only then hints count."""
-        linked = {link.peer for link in self._network.connected()}
-        return self._directory.is_alone and not linked & self._directory.records.keys()
+        return self._directory.is_alone and self._directory.records.keys().isdisjoint(
+            link.peer for link in self._network.connected()
+        )
 
     async def _link_more(self) -> None:
         now_s = self._clock.monotonic_s()
         self._rests = {peer: until_s for peer, until_s in self._rests.items() if until_s > now_s}
         linked = {link.peer for link in self._network.connected()}
+        room = LINKS_WISHED - len(linked)
+        if room <= 0:
+            return
         others = [
             PeerAddress(record.peer, record.addresses)
             for record in self._directory.candidates.values()
@@ -97,7 +101,6 @@ class Mesh:
         # Hints may name peers that do not exist, so peers that the coordinator lists come first.
         self._rng.shuffle(others)
         others.sort(key=lambda address: address.peer not in self._directory.records)
-        room = max(0, LINKS_WISHED - len(linked))
         await asyncio.gather(*(self._link(one) for one in others[:room]))
 
     async def _link(self, address: PeerAddress) -> None:

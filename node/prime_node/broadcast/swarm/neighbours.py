@@ -129,7 +129,8 @@ class Neighbours:
         first = [waiting.pop(peer) for peer in above if peer in waiting]
         num_begun = sum(now_s - begun_s < SLOW_S for begun_s in self._begun_s.values())
         room = min(AT_ONCE_MAX - num_begun, self._rules.neighbours_max - len(self._tasks))
-        for record in [*first, *self._rng.sample(list(waiting.values()), len(waiting))]:
+        others = self._rng.sample(list(waiting.values()), len(waiting)) if room > 0 else []
+        for record in [*first, *others]:
             if room <= 0 and record not in first:
                 break
             link = self._connect(record)
