@@ -215,7 +215,7 @@ class Coordinator:
             admission=WorkerAdmission(run, config, clock, decisions, assigner, presence, persons),
             persons=persons,
             intake=BundleIntake(
-                *(run, clock, decisions, gate, assigner, pairs, presence, receipts, bundles, private, metrics),
+                *(run, clock, decisions, gate, assigner, pairs, presence, receipts, storage, private, metrics),
                 self.direct,
             ),
             direct=self.direct,
@@ -254,11 +254,20 @@ class Coordinator:
         self.retention = Retention(
             run, config.checkpoints_kept, config.public_bytes_max, decisions, public, manifests, archive.needed
         )
-        self.archive = archive
+        self.archive, self.storage = archive, storage
         self.dossiers = BanDossiers(run, key, decisions, assigner, store, bundles, private)
         self.journal, self.decisions, self.gate, self.assigner = journal, decisions, gate, assigner
         self.notifications, self.presence, self.manifests = notifications, presence, manifests
         self.curation, self.blockers, self.report, self.history = curation, blockers, report, history
+
+    async def sweep(self, *, public_age_s: float) -> None:
+        """Delete the bundles and public blobs that nothing refers to, unless they are young. Raise OSError."""
+        spec, now_ms = self.storage.run.spec, self.storage.clock.now_ms()
+        age_s = (
+            spec.lease_seconds + limits.REQUEST_AGE_S_MAX
+        )  # as long as a command of another process may be on its way
+        await self.storage.delete_orphans(before_ms=now_ms - round(1_000 * age_s))
+        await self.retention.sweep_blobs(before_ms=now_ms - round(1_000 * max(age_s, public_age_s)))
 
 
 async def open_coordinator(parts: Parts, followed: tuple[int, State] | None = None) -> Coordinator:
@@ -300,20 +309,5 @@ async def open_coordinator(parts: Parts, followed: tuple[int, State] | None = No
         coordinator.handlers.check_tasks.checks.add(pending.bundle, pending.lease.policy_version)
     await coordinator.curation.restore_pools(random.Random())
     await coordinator.history.restore()
-    before_ms = parts.clock.now_ms() - round(1_000 * (run.spec.lease_seconds + limits.REQUEST_AGE_S_MAX))
-    await _delete_orphans(parts.bundles, journal.state, before_ms=before_ms)
-    await coordinator.retention.sweep_blobs(before_ms=before_ms)
+    await coordinator.sweep(public_age_s=0.0)
     return coordinator
-
-
-async def _delete_orphans(bundles: Blobs, state: State, *, before_ms: int) -> None:
-    """Delete unreferenced bundles: uploads whose event was not written before a crash, and interrupted deletions.
-
-    Keep those stored at `before_ms` or later: their lease may last, and their upload may be on its way through another process.
-    """
-    kept = {*state.evidence, *state.bundles, *state.step_bundles()}
-    orphans = [digest async for digest in bundles.digests(before_ms=before_ms) if digest not in kept]
-    for digest in orphans:
-        await bundles.delete(digest)
-    if orphans:
-        log.info("deleted %d unreferenced bundles", len(orphans))

@@ -73,7 +73,7 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, su
         ticker = tasks.create_task(_keep_time(coordinator, parts))
         emptier = tasks.create_task(_empty(trash, parts.bundles))
         clerk = tasks.create_task(coordinator.dossiers.keep_dossiers())
-        cleaners = [tasks.create_task(coordinator.direct.sweep())]
+        cleaners = [tasks.create_task(coordinator.direct.sweep()), tasks.create_task(_sweep(coordinator, clock))]
         if config.scrub_hours and config.blobs == "folder":
             cleaners.append(tasks.create_task(scrub_blobs(parts.public, clock, every_s=3_600 * config.scrub_hours)))
         if config.standby and parts.leadership is not None:
@@ -207,13 +207,28 @@ async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
         await coordinator.history.save()
 
 
+SWEEP_S = 6 * 3_600.0
+"""Interval at which stored bytes that nothing refers to are looked for."""
+PUBLIC_AGE_S = 7 * 86_400.0
+"""Age at which such bytes of a policy are deleted during a run: its trainer may be away, and has signed its manifest."""
+
+
+async def _sweep(coordinator: Coordinator, clock: Clock) -> None:
+    while True:
+        await clock.sleep(SWEEP_S)
+        try:
+            await coordinator.sweep(public_age_s=PUBLIC_AGE_S)
+        except OSError as error:
+            log.warning("stored bytes that nothing refers to stay for now: %s", error)
+
+
 async def _empty(trash: asyncio.Queue[Sequence[str]], bundles: Blobs) -> None:
     while True:
         for bundle in await trash.get():
             try:
                 await bundles.delete(bundle)
             except OSError as error:
-                log.warning("bundle %s stays until the next start: %s", bundle[:12], error)
+                log.warning("bundle %s stays for now: %s", bundle[:12], error)
 
 
 SHOWN = (

@@ -157,29 +157,31 @@ class Retention:
                 return
             for digest in unneeded:
                 if not self.decisions.may_answer():  # the next leader may need it again
-                    log.warning("parts of %d old encodings stay until the next start: the term is over", len(forgotten))
+                    log.warning("parts of %d old encodings stay for now: the term is over", len(forgotten))
                     return
                 try:
                     await self.public.delete(digest)
                 except OSError as error:
-                    log.warning("part %s stays until the next start: %s", digest[:12], error)
+                    log.warning("part %s stays for now: %s", digest[:12], error)
         log.info("deleted the parts of %d old encodings", len(forgotten))
 
     async def sweep_blobs(self, *, before_ms: int) -> None:
-        """Delete what an interrupted deletion left before a time, after a restart. Younger blobs may await their manifest."""
+        """Delete what interrupted deletions and publications left before a time. Younger blobs may await their manifest."""
         state = self.decisions.state
         if state.head < 0 or (self.checkpoints_kept is None and len(state.published) > state.head):
             return  # nothing was ever deleted
         try:
             needed = await self._needed()
-        except (RemoteError, OSError) as error:
-            log.error("parts that an interrupted deletion left stay: %s", error)
-            return
-        found = self.public.digests(before_ms=before_ms)
-        for digest in [digest async for digest in found if digest not in needed]:
-            if not self.decisions.may_answer():
+            found = self.public.digests(before_ms=before_ms)
+            if not (unneeded := {digest async for digest in found if digest not in needed}):
                 return
-            await self.public.delete(digest)
+            async with self.manifests.turn:  # a manifest that was published meanwhile may need some of them
+                for digest in unneeded - await self._needed():
+                    if not self.decisions.may_answer():
+                        return
+                    await self.public.delete(digest)
+        except (RemoteError, OSError) as error:
+            log.error("parts that nothing refers to stay for now: %s", error)
 
     def _limit(self) -> int | None:
         """Return how many newest policies are kept: those of the setting, or fewer if their encodings have too many bytes."""

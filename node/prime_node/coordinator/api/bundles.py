@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 
 from prime_node.coordinator.agreement import Agreement
 from prime_node.coordinator.api.requests import Caller, RequestGate, require_role
@@ -48,6 +51,12 @@ class BundleStorage:
     archived: Blobs
     _logprobs: dict[str, set[str]] = field(default_factory=dict)
     """Digests of the logprobs that were stored for each bundle that waits for a verdict."""
+    _used: Counter[str] = field(default_factory=Counter)
+    """Digests that requests store or name at the moment."""
+    _spared: set[str] | None = None
+    """Digests that were used since a deletion of orphans began; None: there is none."""
+    _deleting: str = ""
+    """Orphan that is being deleted."""
 
     async def read(self, signer: str, request: BundleRequest) -> bytes:
         """Return the bytes of any bundle to a validator or the trainer, and of one that was trained on to an auditor."""
@@ -64,6 +73,43 @@ class BundleStorage:
             raise RemoteError(
                 ErrorCode.DIGEST_MISMATCH, f"the bytes of bundle {request.bundle[:12]} are damaged"
             ) from error
+
+    @contextmanager
+    def used(self, digest: str) -> Iterator[None]:
+        """Keep these bytes from being deleted as an orphan until the state names them. Raise RemoteError if they are already."""
+        if digest == self._deleting:
+            raise RemoteError(ErrorCode.UNAVAILABLE, "a copy of these bytes is being deleted", retry_after_s=1.0)
+        self._used[digest] += 1
+        if self._spared is not None:
+            self._spared.add(digest)
+        try:
+            yield
+        finally:
+            self._used[digest] -= 1
+            if not self._used[digest]:
+                del self._used[digest]
+
+    async def delete_orphans(self, *, before_ms: int) -> None:
+        """Delete unreferenced bytes: of uploads that were not taken, and of interrupted deletions. Raise OSError.
+
+        Keep those stored at `before_ms` or later: their lease may last, and their upload may be on its way through another
+        process. One coordinator runs one deletion at a time.
+        """
+        state, num_deleted = self.decisions.state, 0
+        spared = self._spared = set(self._used)
+        kept = {*state.evidence, *state.bundles, *state.step_bundles(), *chain.from_iterable(self._logprobs.values())}
+        try:
+            for digest in [found async for found in self.bundles.digests(before_ms=before_ms) if found not in kept]:
+                if not self.decisions.may_answer():  # the next leader may need it
+                    break
+                if digest not in spared:
+                    self._deleting = digest
+                    await self.bundles.delete(digest)
+                    num_deleted += 1
+        finally:
+            self._spared, self._deleting = None, ""
+        if num_deleted:
+            log.info("deleted %d unreferenced bundles", num_deleted)
 
     async def damaged(self, digests: Iterable[str]) -> set[str]:
         """Return those whose stored bytes are lost or have another digest. Reads run at once: one of S3 takes a round trip."""
@@ -103,7 +149,8 @@ class BundleStorage:
         if header.bundle in self.agreement.looks:  # another validator's are stored already
             return {"digest": digest}
         self._require_few(header, digest)
-        return {"digest": await self.bundles.put(parcel, digest=digest)}
+        with self.used(digest):
+            return {"digest": await self.bundles.put(parcel, digest=digest)}
 
     def _require_few(self, header: LogprobsHeader, digest: str) -> None:
         """Check that logprobs fit their bundle, and that few were stored for it: nothing deletes those that no verdict names.
@@ -139,7 +186,8 @@ class BundleStorage:
         if not request.verdict.accepted:
             raise RemoteError(ErrorCode.WRONG_TYPE, "only an accepted bundle may have logprobs")
         try:
-            parcel = await self.bundles.get(request.logprobs)
+            with self.used(request.logprobs):
+                parcel = await self.bundles.get(request.logprobs)
         except (KeyError, DamagedBlob):
             raise RemoteError(
                 ErrorCode.NOT_FOUND,
@@ -157,6 +205,8 @@ class BundleStorage:
             raise RemoteError(
                 ErrorCode.WRONG_TYPE, f"logprobs {request.logprobs[:12]} were uploaded by another validator"
             )
+        # A restart forgets it, and the verdict may wait for a second validator.
+        self._logprobs.setdefault(request.bundle, set()).add(request.logprobs)
 
 
 def _share_text(found: Mapping[str, bytes], spec: RunSpec) -> bool | None:

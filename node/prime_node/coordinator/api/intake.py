@@ -30,6 +30,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from prime_node.carrier import carrier
+from prime_node.coordinator.api.bundles import BundleStorage
 from prime_node.coordinator.api.direct_uploads import DirectUploads, lease_bytes_max
 from prime_node.coordinator.api.leasing import ENVIRONMENT_RETRY_S
 from prime_node.coordinator.api.receipts import ReceiptLists, verdict_of
@@ -42,7 +43,7 @@ from prime_node.coordinator.presence import Presence
 from prime_node.coordinator.state import audits
 from prime_node.coordinator.state.events import BundleArrived, BundleContradicted, BundleTurnedAway
 from prime_node.coordinator.state.records import LeaseEnd, LeaseRecord, State
-from prime_node.ports.blobs import Blobs, DamagedBlob
+from prime_node.ports.blobs import DamagedBlob
 from prime_node.ports.clock import Clock
 from prime_node.ports.documents import Documents
 from prime_node.ports.metrics import Metrics
@@ -152,7 +153,7 @@ class BundleIntake:
     pairs: CalibratedPairs
     presence: Presence
     receipts: ReceiptLists
-    bundles: Blobs
+    storage: BundleStorage
     evidence: Documents
     """The operator's folder, for headers that contradict each other."""
     metrics: Metrics
@@ -191,7 +192,7 @@ class BundleIntake:
         digest = digest_of(parcel)
 
         async def keep() -> None:
-            await self.bundles.put(parcel, digest=digest)
+            await self.storage.bundles.put(parcel, digest=digest)
 
         bundle = _Bundle(digest, len(parcel), opened.envelope, lambda: opened.check_body(header), keep)
         return await self._take(bundle, header, paid_by=paid_by)
@@ -208,8 +209,8 @@ class BundleIntake:
         async def keep() -> None:
             if data := await parcel.fetch():
                 await asyncio.to_thread(self._require_held, data, parcel, header_bytes)
-                await self.bundles.put(data, digest=parcel.digest)
-            elif not await self.bundles.has(parcel.digest):
+                await self.storage.bundles.put(data, digest=parcel.digest)
+            elif not await self.storage.bundles.has(parcel.digest):
                 log.error(
                     "bundle %s is not where its gateway says: coordinator.blobs of the gateway must be the coordinator's",
                     parcel.digest[:12],
@@ -243,8 +244,11 @@ class BundleIntake:
         self._charge(header.worker, is_charged)
         self._require_lease_digest(header, lease)  # (9)
         self.presence.heard(header.worker, self.clock.monotonic_s())
-        with spanned(
-            "upload", of_lease(lease.lease_id), step=lease.step, bundle=bundle[:12], num_bytes=incoming.num_bytes
+        with (
+            spanned(
+                "upload", of_lease(lease.lease_id), step=lease.step, bundle=bundle[:12], num_bytes=incoming.num_bytes
+            ),
+            self.storage.used(bundle),
         ):
             if isinstance(outcome, BundleArrived):
                 if bundle in state.bundles:  # a gateway has named it: by its header it belongs to one lease
@@ -315,7 +319,7 @@ class BundleIntake:
         state = self.decisions.state
         assert lease.bundle is not None
         try:
-            stored = await self.bundles.get(lease.bundle)
+            stored = await self.storage.bundles.get(lease.bundle)
         except (KeyError, DamagedBlob):  # its step is trained
             stored = b""
         if digest_of(stored) != lease.bundle:  # a header that rotted would convict its worker
