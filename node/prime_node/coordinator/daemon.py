@@ -26,6 +26,7 @@ from prime_node.coordinator.api.requests import claimed_sender
 from prime_node.coordinator.api.routes import ENDPOINTS, serve_endpoints
 from prime_node.coordinator.api.statements import require_own_key
 from prime_node.coordinator.assembly import Coordinator, Parts, open_coordinator
+from prime_node.coordinator.journal import Journal
 from prime_node.coordinator.metrics import HOST_FAULTS, HOST_METRICS
 from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, ActiveWorkers
 from prime_node.coordinator.scrubbing import scrub_blobs
@@ -33,7 +34,7 @@ from prime_node.coordinator.standby import Succession
 from prime_node.coordinator.state import events as ev
 from prime_node.coordinator.state.blockers import Blockers
 from prime_node.coordinator.state.scheduler import expired_leases
-from prime_node.patience import first_of, in_a_hurry
+from prime_node.patience import PAUSE_S_MAX, first_of, in_a_hurry
 from prime_node.ports.blobs import Blobs
 from prime_node.ports.clock import Clock
 from prime_node.ports.metrics import Metrics
@@ -171,6 +172,27 @@ class Watchdog:
         return f"the run has made no progress for {self.quiet_seconds:.0f} s. Waiting for: {'; '.join(waits)}"
 
 
+@dataclass(slots=True)
+class Stalls:
+    """Notices that this process stood still, or its store. Then workers have sent what is not read, or wait for answers."""
+
+    journal: Journal
+    tolerated_s: float
+    _durable: int = -1
+    _written_s: float = 0.0
+    _is_stalled: bool = False
+
+    def look(self, late_s: float, now_s: float) -> float:
+        """Return for how long either did; 0.0 if that is tolerated. `late_s` is how late a timer was."""
+        if self.journal.is_synced or self.journal.durable != self._durable:
+            self._durable, self._written_s = self.journal.durable, now_s
+        was_stalled, stalled_s = self._is_stalled, max(late_s, now_s - self._written_s)
+        self._is_stalled = stalled_s > self.tolerated_s
+        if self._is_stalled and not was_stalled:
+            log.warning("the coordinator, or its store, stood still for %.1f s: workers get more time", stalled_s)
+        return stalled_s if self._is_stalled else 0.0
+
+
 async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
     """Handle everything that only the passing of time decides."""
     run, config, clock = parts.run, parts.config, parts.clock
@@ -181,9 +203,14 @@ async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
     expire_from_s = clock.monotonic_s() + grace_s
     saved_step = state.durable_step
     watchdog = Watchdog(coordinator.blockers, config.watchdog_seconds)
-    active = ActiveWorkers(state)
+    active, stalls = ActiveWorkers(state), Stalls(coordinator.journal, run.spec.heartbeat_seconds)
     while True:
+        begun_s = clock.monotonic_s()
         await clock.sleep(config.tick_seconds)
+        now_s = clock.monotonic_s()
+        if stalled_s := stalls.look(now_s - begun_s - config.tick_seconds, now_s):
+            presence.excuse(now_s, min(stalled_s, PAUSE_S_MAX))  # their pauses have grown as long
+            expire_from_s = now_s + grace_s
         if config.curriculum.is_on and state.durable_step > saved_step:
             saved_step = state.durable_step
             await coordinator.curation.save()

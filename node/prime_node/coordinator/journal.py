@@ -146,6 +146,11 @@ class Journal:
             await future
 
     @property
+    def durable(self) -> int:
+        """Number of the last durable event."""
+        return self._durable
+
+    @property
     def is_synced(self) -> bool:
         """Whether every event so far is durable."""
         return not self._failed and self._durable == self._number

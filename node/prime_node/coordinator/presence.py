@@ -63,12 +63,12 @@ class Presence:
         self._seen.pop(worker, None)
         self._seen[worker] = LastSeen(now_s, beat.state, beat.policy_version, beat.bundles_spooled, beat.downloads)
 
-    def excuse(self, now_s: float) -> None:
-        """Record that a heartbeat was refused for load: no worker counts as silent until it may have sent the next ones.
+    def excuse(self, now_s: float, seconds: float = PAUSE_S_MAX) -> None:
+        """Record that heartbeats were refused for load, or not read: no worker counts as silent until it may have sent more.
 
         A worker that was refused several times in a row repeats its heartbeat after PAUSE_S_MAX at most.
         """
-        self._excused_s = now_s + PAUSE_S_MAX
+        self._excused_s = max(self._excused_s, now_s + seconds)
 
     def forget(self, worker: str) -> None:
         """Forget a worker."""
