@@ -13,6 +13,7 @@ from subprocess import PIPE
 import pytest
 
 from prime_node.cli.lifetime import END_S, INTERRUPT_S, INTERRUPTED, run_role
+from prime_node.cli.outcome import MAY_PASS
 from prime_node.patience import in_a_hurry
 
 
@@ -109,6 +110,53 @@ def test_ctrl_c_ends_a_process_whose_engine_is_busy(signals: int, endless: bool)
             assert any("not finished 2 s after" in line for line in lines) is (signals == 1)
         finally:
             process.kill()
+
+
+BLOCKED = """
+import time
+from prime_node.cli.lifetime import run_role
+
+async def main(stop):
+    print("computing", flush=True)
+    WORK
+
+raise SystemExit(run_role(main, stop_with_parent=False, grace_s=60.0))
+"""
+
+
+@pytest.mark.parametrize("work", ["time.sleep(600)", "while True: pass"])
+def test_ctrl_c_ends_a_process_whose_event_loop_is_blocked(work: str) -> None:
+    """Before, the signal waited for the loop."""
+    program = BLOCKED.replace("WORK", work)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=PIPE, stderr=PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "computing\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == INTERRUPTED
+        finally:
+            process.kill()
+
+
+FAILED = """
+import asyncio, time
+from prime_node.cli.lifetime import run_role
+from prime_node.files import disk_faults
+
+async def main(stop):
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 600)  # like an engine that starts
+    with disk_faults():
+        raise OSError(28, "No space left on device", "/data/parts")
+
+run_role(main, stop_with_parent=False, grace_s=60.0)
+"""
+
+
+def test_a_role_that_has_failed_does_not_wait_for_an_engine_that_starts() -> None:
+    """Before, a disk that was full during the first download ended the process when the engine was built."""
+    found = subprocess.run([sys.executable, "-c", FAILED], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == MAY_PASS
+    assert "prime-node: /data/parts: No space left on device; free some space" in " ".join(found.stderr.split())
 
 
 def test_the_ends_after_ctrl_c_leave_a_loaded_machine_two_of_its_five_seconds() -> None:

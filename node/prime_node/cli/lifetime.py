@@ -2,8 +2,9 @@
 
 The first SIGTERM sets the stop event, and the role has `grace_s` to finish its work. The first SIGINT (Ctrl-C) sets it in a hurry
 (patience.Stop): the role has INTERRUPT_S to leave in order. A second signal, or the end of that time, cancels the role. A role
-that has not ended END_S later ends with its process: a thread in a forward pass, or an engine that starts, cannot be interrupted.
-That loses nothing that was finished, as every role may be killed at any time. With `stop_with_parent`, end of file on standard
+that has not ended END_S later ends with its process: a thread in a forward pass, or an engine that starts, cannot be interrupted,
+nor does a blocked event loop see the signal. A role that has failed ends with its process after FAILED_END_S. That loses nothing
+that was finished, as every role may be killed at any time. With `stop_with_parent`, end of file on standard
 input acts like SIGTERM: the pipe closes when the supervisor dies, however that happens, so no process is orphaned.
 
 A service manager starts a role whose engine failed after seconds, as a new process often finds the machine in order. The role
@@ -23,9 +24,11 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+from prime_node.cli.outcome import outcome_of, tell
 from prime_node.files import write_durably
 from prime_node.inside import read_regular
 from prime_node.patience import Stop, causes_of
@@ -42,6 +45,8 @@ INTERRUPTED = 130
 INTERRUPT_S, END_S, TERMINATED_END_S = 2.0, 1.0, 10.0
 """Time to leave in order after Ctrl-C; the time after which a role that was cancelled then ends with its process; the latter
 without Ctrl-C. The end itself takes a second or two where gigabytes of memory are freed."""
+FAILED_END_S = 5.0
+"""Time after which a role that has failed ends with its process, while an engine still starts in a thread."""
 REPEATED_S = 0.5
 """Time after a SIGTERM in which further ones count as the same: `timeout` sends it to a process and again to its group."""
 SETTLED_S = 60.0
@@ -66,7 +71,11 @@ def run_role(main: Callable[[asyncio.Event], Awaitable[int]], *, stop_with_paren
     ends = _Ends()
     try:
         with asyncio.Runner(loop_factory=patient_loop) as runner:
-            return runner.run(_live(main, ends, stop_with_parent=stop_with_parent, grace_s=grace_s))
+            try:
+                return runner.run(_live(main, ends, stop_with_parent=stop_with_parent, grace_s=grace_s))
+            except Exception as error:
+                ends.after_failure(error)
+                raise
     finally:
         ends.cancel()
 
@@ -81,6 +90,7 @@ class _Ends:
 
     def __init__(self) -> None:
         self.code = INTERRUPTED
+        self._error: Exception | None = None
         self._timers: list[threading.Timer] = []
 
     def after(self, seconds: float) -> None:
@@ -89,6 +99,12 @@ class _Ends:
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
+
+    def after_failure(self, error: Exception) -> None:
+        """End the process after FAILED_END_S with an expected error, unless the caller has to count it."""
+        if outcome_of(error) is not None and not any(isinstance(cause, EngineFault) for cause in causes_of(error)):
+            self._error = error
+            self.after(FAILED_END_S)
 
     def cancel(self) -> None:
         """Forget all ends that were set."""
@@ -99,25 +115,32 @@ class _Ends:
         log.warning("a computation that cannot be interrupted still runs; the process ends without it")
         for child in multiprocessing.active_children():  # an engine's
             child.kill()
-        os._exit(self.code)
+        os._exit(self.code if self._error is None else tell(self._error))
 
 
 async def _live(
     main: Callable[[asyncio.Event], Awaitable[int]], ends: _Ends, *, stop_with_parent: bool, grace_s: float
 ) -> int:
     stop, cut = Stop(), asyncio.Event()
-
     stopped_s = 0.0
 
-    def on_signal(number: signal.Signals) -> None:
+    def on_signal(number: int, frame: object) -> None:
+        """Note a signal. This runs between two instructions of the main thread, whether or not the event loop is blocked."""
         nonlocal stopped_s
-        if stop.is_set():
-            if number is signal.SIGINT or loop.time() > stopped_s + REPEATED_S:
-                ends.after(END_S)
-                cut.set()
-            return
-        stopped_s = loop.time()
-        stop.hurry = number is signal.SIGINT
+        is_hurry, now_s = number == signal.SIGINT, time.monotonic()
+        if not (stopped_s or stop.is_set()):
+            stopped_s, stop.hurry = now_s, is_hurry
+            ends.after(_left_s(stop, grace_s) + (END_S if is_hurry else TERMINATED_END_S))
+            wake(begin)
+        elif is_hurry or now_s > stopped_s + REPEATED_S:
+            ends.after(END_S)
+            wake(cut.set)
+
+    def wake(call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has already ended
+            loop.call_soon_threadsafe(call)
+
+    def begin() -> None:
         log.info(
             "stopping in order, within %.0f s; the same signal again (Ctrl-C) stops at once", _left_s(stop, grace_s)
         )
@@ -125,7 +148,8 @@ async def _live(
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal, number)
+        loop.add_signal_handler(number, lambda: None)  # wakes the loop
+        signal.signal(number, on_signal)
     loop.call_later(SETTLED_S, gc.freeze)
     if stop_with_parent:
         threading.Thread(target=_watch_parent, args=(loop, stop), daemon=True).start()
