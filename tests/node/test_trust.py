@@ -24,7 +24,7 @@ from tests.node.worker_world import (
 from tests.time_world import VirtualClock, until
 
 from prime_node.broadcast.follow.follower import Follower
-from prime_node.broadcast.follow.trust import Trust
+from prime_node.broadcast.follow.trust import POLL_S_MAX, POLL_S_MIN, Trust
 from prime_node.broadcast.swarm.sources import SourcePool
 from prime_protocol import limits
 from prime_protocol.envelope import Envelope
@@ -50,6 +50,27 @@ async def test_a_frozen_run_is_noticed_when_its_timestamp_expires_and_forgiven_w
     source.shown_timestamp = None
     await trust.refresh()
     assert trust.fault() == ""
+
+
+async def test_sources_without_a_fresh_timestamp_are_asked_less_and_less_often(tmp_path: Path) -> None:
+    """Before, each machine asked every source every two seconds, for as long as a coordinator was away."""
+    clock = VirtualClock()
+    source = make_source(clock, policies=0)
+    source.away = True
+    trust = make_trust(tmp_path, clock, source)
+    following_it = asyncio.create_task(trust.follow())
+    await clock.sleep(600.0)
+    assert 600 / POLL_S_MAX < source.num_asked < 2 * 600 / POLL_S_MAX + 10
+    source.away = False
+    source.publish(table_weights(0))
+    await clock.sleep(POLL_S_MAX)
+    assert trust.fault() == ""
+    source.away = True
+    clock.seconds += 900.0
+    asked = source.num_asked
+    await clock.sleep(10 * POLL_S_MIN)
+    assert source.num_asked >= asked + 3, "a new fault is looked into at once"
+    following_it.cancel()
 
 
 async def test_one_honest_source_is_enough(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ MANIFEST_S_MAX = 60.0
 """Seconds that a source has for the last policy's manifest, which is the longest answer."""
 EVIDENCE_FILES_MAX = 16
 POLL_S_MIN, POLL_S_MAX = 2.0, 30.0
-"""Seconds between requests: the shortest while there is no fresh timestamp, the longest while there is one."""
+"""Seconds between requests: the shortest for the first ones without a fresh timestamp, the longest while there is one or none
+comes."""
 
 
 LinkedPeers = Callable[[], Sequence[tuple[str, TimestampSource]]]
@@ -77,6 +78,7 @@ class Trust:
         peers: LinkedPeers = tuple,
     ) -> None:
         """Start from what was known last time. Raises LocalError if the folder is unusable."""
+        self._fault_s = POLL_S_MIN
         self.newest: Timestamp | None = None
         self._newest_envelope: Envelope | None = None
         self.peers = peers
@@ -138,7 +140,7 @@ class Trust:
         """Ask every source once, and again until no key ring is lost: former keys verify nothing. Raises LocalError."""
         await self.refresh()
         while self.lost_ring():
-            await self._clock.sleep(POLL_S_MIN)
+            await self._pause()
             await self.refresh()
 
     async def refresh(self) -> None:
@@ -169,13 +171,16 @@ class Trust:
         """Refresh until cancelled."""
         while True:
             await self.refresh()
-            await self._clock.sleep(self._pause_s() * self._rng.uniform(0.5, 1.0))
+            await self._pause()
 
-    def _pause_s(self) -> float:
+    async def _pause(self) -> None:
+        """Pause until the next refresh: twice as long each time while there is no fresh timestamp."""
         if self.newest is None or self.fault():
-            return POLL_S_MIN
-        left_s = (self.newest.expires_at_ms - self._clock.now_ms()) / 1_000
-        return min(POLL_S_MAX, max(POLL_S_MIN, left_s / 4))
+            pause_s, self._fault_s = self._fault_s, min(2 * self._fault_s, POLL_S_MAX)
+        else:
+            left_s = (self.newest.expires_at_ms - self._clock.now_ms()) / 1_000
+            pause_s, self._fault_s = min(POLL_S_MAX, max(POLL_S_MIN, left_s / 4)), POLL_S_MIN
+        await self._clock.sleep(pause_s * self._rng.uniform(0.5, 1.0))
 
     async def _ask(self, name: str, source: StatementSource) -> None:
         reason = ""
