@@ -124,9 +124,7 @@ async def _batch_or_stop(trainer: Trainer, stop: asyncio.Event, part: int) -> St
         while not (await asyncio.wait(tasks, timeout=SAY_S, return_when=asyncio.FIRST_COMPLETED))[0]:
             waited_s += SAY_S
             log.info(
-                "step %d: waiting for rollouts for %.0f s; `prime-node status` shows what the run waits for",
-                trainer.state.step,
-                waited_s,
+                "step %d: waiting for rollouts for %.0f s: %s", trainer.state.step, waited_s, trainer.feed.waits_for
             )
         if failing.done():
             failing.result()

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 from prime_node import files
 from prime_node.files import read_or_begin
-from prime_node.patience import SAY_AGAIN_S, ask_until_answered, at_once, cancel_all
+from prime_node.patience import ask_until_answered, at_once, cancel_all
 from prime_node.ports.clock import Clock
 from prime_node.ports.train_samples import Group
 from prime_node.ports.transport import BatchPort
@@ -145,6 +145,8 @@ class Feed:
         self._train_ms: int | None = None
         self.held_out: deque[HeldOutFigures] = deque()
         """Held-out figures that the coordinator has not received. Each request carries the oldest."""
+        self.waits_for = "the coordinator's answer"
+        """What the coordinator waited for when it was asked last."""
         self._work: Callable[[StepBatch], Any] | None = None
 
     def work_ahead(self, work: Callable[[StepBatch], Any]) -> None:
@@ -202,17 +204,13 @@ class Feed:
         return found if self._work is None else replace(found, made=await asyncio.to_thread(self._work, found))
 
     async def _batch(self, step: int, part: int) -> Envelope:
-        said_s = -SAY_AGAIN_S
         while True:
             answer = await ask_until_answered(
                 lambda: self._ask_for(step, part), what=f"batch {step}", clock=self._clock
             )
             if isinstance(answer, Envelope):
                 return answer
-            now_s = self._clock.monotonic_s()
-            if now_s - said_s >= SAY_AGAIN_S:
-                log.info("batch %d is not complete: %s", step, answer.reason)
-                said_s = now_s
+            self.waits_for = answer.reason
             await self._clock.sleep(answer.retry_after_s)
 
     async def _ask_for(self, step: int, part: int) -> Envelope | NotYet:
