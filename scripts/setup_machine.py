@@ -31,6 +31,10 @@ SIZES_MB = {
     "envs": (10, 50),
     "parquet": (50, 170),
     "verifiers": (20, 60),
+    "tensorboard": (20, 60),
+    "wandb": (25, 75),
+    "traces": (2, 8),
+    "docs": (20, 80),
     "dev": (90, 290),
 }
 NEEDS_TORCH = frozenset({"train", "vllm", "vllm-cpu"})

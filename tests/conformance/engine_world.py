@@ -57,7 +57,7 @@ class DeafTransformers(TransformersEngine):
             super().copy_weights(weights)
 
 
-def deaf_vllm(folder: Path, context_tokens_max: int = CONTEXT) -> VllmEngine:
+def deaf_vllm(folder: Path, context_tokens_max: int = CONTEXT, *, tensor_parallel: int = 1) -> VllmEngine:
     from prime_node.adapters.engines.vllm_engine import VllmEngine
 
     class DeafVllm(VllmEngine):
@@ -72,7 +72,7 @@ def deaf_vllm(folder: Path, context_tokens_max: int = CONTEXT) -> VllmEngine:
             found, *_ = await self._llm.collective_rpc("prime_lengths")
             return [*found.values()]
 
-    return DeafVllm(folder, context_tokens_max=context_tokens_max)
+    return DeafVllm(folder, context_tokens_max=context_tokens_max, tensor_parallel=tensor_parallel)
 
 
 Engine = DeafTransformers  # type for the tests: the port, and the switch

@@ -7,18 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tests.node.batch_coordinator import write_model
 from tests.tensors_world import held_bytes
 
+from prime_node.adapters.training import eight_bit
+from prime_node.adapters.training.eight_bit import BLOCK, SMALL, Blocks, EightBitAdamW, code_values
 from prime_node.adapters.training.ranks import ALONE, Ranks
 from prime_node.adapters.training.sharding import PLAIN, Placement
 from prime_node.adapters.training.torch_backend import TorchBackend
+from prime_node.adapters.training.torch_optimizers import set_learning_rate
 from prime_node.algo.losses import find_loss
 from prime_node.ports.train_backend import OptimizerSettings
 from prime_node.ports.train_samples import TrainingMode, TrainSample
 from prime_protocol.weights import root_of
 
-pytest.importorskip("torchao")
 pytestmark = pytest.mark.slow
 EIGHT_BIT = OptimizerSettings(moments="8bit", weight_decay=0.0)
 SFT, AIPO = find_loss("sft"), find_loss("aipo", kwargs={"delta": 4.0})
@@ -102,3 +105,44 @@ def test_the_learning_rate_is_that_of_each_step(folder: Path) -> None:
         after = np.concatenate([tensor.data.view(np.float32) for tensor in backend.snapshot().values()])
         moved.append(float(np.abs(after - before).max()))
     assert moved == pytest.approx([1e-4, 1e-3], rel=0.01)
+
+
+@pytest.mark.parametrize("is_signed", [False, True])
+def test_what_blocks_hold_is_near_and_becomes_the_same_blocks(is_signed: bool) -> None:
+    """Half the distance between two neighbours of the largest decade is the largest error, as a share of the block's scale."""
+    values = torch.randn(64, BLOCK, generator=torch.Generator().manual_seed(0)) * torch.logspace(-9, 3, 64)[:, None]
+    values[0, :] = 0.0
+    if not is_signed:
+        values.square_()
+    first, again = (Blocks.empty(values, is_signed=is_signed) for _ in range(2))
+    first.write(slice(None), values)
+    held = first.read(slice(None))
+    scales = values.abs().amax(dim=1, keepdim=True)
+    assert ((held - values).abs() <= scales * code_values(is_signed, values.device).diff().max() / 1.99).all()
+    again.write(slice(None), held)
+    assert torch.equal(first.codes_NB, again.codes_NB)
+    assert torch.equal(first.scales_N1, again.scales_N1)
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (100, 41), (3,)])
+def test_its_step_is_that_of_adamw_within_the_rounding(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eight_bit, "CHUNK", 16 * BLOCK)  # several chunks, of which the last one may be short
+    random = torch.Generator().manual_seed(1)
+    start = torch.randn(shape, generator=random)
+    settings = OptimizerSettings(moments="8bit", weight_decay=0.1)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    plain = torch.optim.AdamW([theirs], betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
+    compact = EightBitAdamW([ours], settings)
+    for optimizer in (plain, compact):
+        set_learning_rate(optimizer, 1e-2)
+    for _ in range(20):
+        theirs.grad = torch.randn(shape, generator=random) + 0.5
+        ours.grad = theirs.grad.clone()
+        plain.step()
+        compact.step()
+    moved, errors = (theirs - start).abs().mean(), (ours - theirs).abs()
+    if ours.numel() >= SMALL and ours.numel() % BLOCK == 0:
+        assert errors.mean() < 0.02 * moved
+        assert errors.max() < 0.1 * moved
+    else:
+        assert errors.max() < 1e-6

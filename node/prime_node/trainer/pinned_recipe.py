@@ -73,9 +73,7 @@ def require_repeatable(config: TrainerConfig) -> None:
         )
     optimizers = [config.optimizer, *([] if config.critic is None else [config.critic.optimizer])]
     if any(one.moments != "fp32" for one in optimizers):
-        raise LocalError(
-            'run.replay: moments = "8bit" are rounded at each checkpoint, so a step depends on more than its state; use fp32'
-        )
+        raise LocalError('run.replay: moments = "8bit" were never repeated on another machine; use fp32')
 
 
 def require_pinned(config: TrainerConfig, policy: ReplayPolicy, document: bytes | None) -> None:
