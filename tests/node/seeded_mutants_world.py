@@ -99,7 +99,7 @@ MUTANTS = (
         "BundleIntake.upload_held",
         (
             ("if data := await parcel.fetch():", "if not (data := b'x'):"),
-            ("elif not await self.bundles.has(parcel.digest)", "elif not data"),
+            ("elif not await self.storage.bundles.has(parcel.digest)", "elif not data"),
         ),
         3,
     ),
