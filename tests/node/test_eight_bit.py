@@ -140,6 +140,7 @@ def test_its_step_is_that_of_adamw_within_the_rounding(shape: tuple[int, ...], m
         ours.grad = theirs.grad.clone()
         plain.step()
         compact.step()
+        assert torch.equal(ours.grad, theirs.grad), "a step changes no gradient"
     moved, errors = (theirs - start).abs().mean(), (ours - theirs).abs()
     if ours.numel() >= SMALL and ours.numel() % BLOCK == 0:
         assert errors.mean() < 0.02 * moved

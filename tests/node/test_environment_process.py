@@ -185,6 +185,13 @@ class World:
             await asyncio.gather(*[asyncio.to_thread(GATE.wait) for _ in range(100)])
         if index == 9:
             GATE.set()
+        if index == 10:
+            try:
+                await ask(prompt_token_ids)
+            finally:
+                self.is_over = True
+        if index == 11:
+            return float(self.is_over)
         if index in (3, 4):
             if not hasattr(self, "threads"):
                 self.threads = concurrent.futures.ThreadPoolExecutor(2)
@@ -255,6 +262,22 @@ async def test_an_episode_that_hangs_fails_alone_and_its_process_ends_with_the_l
     assert await other == 1.0
     assert (await asyncio.to_thread(select.select, [first], [], [], 60))[0], "it has ended"
     os.close(first)
+
+
+@pytest.mark.parametrize("error", [KeyError("a bug"), TimeoutError("of the model")])
+async def test_an_error_in_the_model_ends_its_episode_in_the_process_too(
+    hanging: EnvironmentProcess, error: Exception
+) -> None:
+    world, first = ProcessTurnEnvironment(hanging, "world"), hanging.pid
+    hanging.silence_s_max = 60.0
+
+    async def fail(_: tuple[int, ...]) -> Completion | None:
+        raise error
+
+    with pytest.raises(type(error)):
+        await world.play(10, (1,), fail)
+    assert await world.play(11, (1,), yes) == 1.0
+    assert hanging.pid == first
 
 
 async def test_threads_that_hang_keep_no_honest_episode_waiting(hanging: EnvironmentProcess) -> None:

@@ -124,9 +124,11 @@ raise SystemExit(run_role(main, stop_with_parent=False, grace_s=60.0))
 """
 
 
-@pytest.mark.parametrize("work", ["time.sleep(600)", "while True: pass"])
+@pytest.mark.parametrize(
+    "work", ["time.sleep(600)", "while True: pass", "import logging; [logging.warning('x' * 1_000) for _ in iter(int, 1)]"]
+)
 def test_ctrl_c_ends_a_process_whose_event_loop_is_blocked(work: str) -> None:
-    """Before, the signal waited for the loop."""
+    """Before, the signal waited for the loop, and then for whatever reads the log, here nothing."""
     program = BLOCKED.replace("WORK", work)
     with subprocess.Popen([sys.executable, "-c", program], stdout=PIPE, stderr=PIPE, text=True) as process:
         try:

@@ -102,8 +102,9 @@ class _Ends:
 
     def after_failure(self, error: Exception) -> None:
         """End the process after FAILED_END_S with an expected error, unless the caller has to count it."""
-        if outcome_of(error) is not None and not any(isinstance(cause, EngineFault) for cause in causes_of(error)):
-            self._error = error
+        known = outcome_of(error)
+        if known is not None and not any(isinstance(cause, EngineFault) for cause in causes_of(error)):
+            self._error, self.code = error, known[0]
             self.after(FAILED_END_S)
 
     def cancel(self) -> None:
@@ -112,10 +113,17 @@ class _Ends:
             timer.cancel()
 
     def _end(self) -> None:
-        log.warning("a computation that cannot be interrupted still runs; the process ends without it")
+        said = threading.Thread(target=self._say, daemon=True)
+        said.start()
+        said.join(END_S)  # whatever reads the log may have stopped: then this process was blocked by that
         for child in multiprocessing.active_children():  # an engine's
             child.kill()
-        os._exit(self.code if self._error is None else tell(self._error))
+        os._exit(self.code)
+
+    def _say(self) -> None:
+        log.warning("a computation that cannot be interrupted still runs; the process ends without it")
+        if self._error is not None:
+            tell(self._error)
 
 
 async def _live(

@@ -102,6 +102,7 @@ class EnvironmentProcess:
             except Exception as error:
                 if not failed.done():
                     failed.set_exception(error)
+                    child.tell(cancel=number)
                 raise
             finally:
                 open_asks -= 1
@@ -117,6 +118,8 @@ class EnvironmentProcess:
                 await first_of(played, failed)
                 return _checked(check, played.result())
         except TimeoutError:
+            if not silence.expired():  # it is the model's
+                raise
             self._retired.add(child)
             child.tell(cancel=number)
             await self._hear(child)

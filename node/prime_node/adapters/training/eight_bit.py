@@ -108,7 +108,7 @@ class EightBitAdamW(torch.optim.Optimizer):
             part = slice(start, start + CHUNK // BLOCK)
             grads = grads_NB[part].float()
             mean = state["exp_avg"].read(part).lerp(grads, 1 - first)
-            square = state["exp_avg_sq"].read(part).lerp(grads.square_(), 1 - second)
+            square = state["exp_avg_sq"].read(part).lerp(grads.square(), 1 - second)
             values_NB[part].mul_(1 - lr * self._settings.weight_decay)
             values_NB[part].addcdiv_(mean, (square.sqrt() / root).add_(self._settings.eps), value=-size)
             state["exp_avg"].write(part, mean)
