@@ -125,7 +125,8 @@ raise SystemExit(run_role(main, stop_with_parent=False, grace_s=60.0))
 
 
 @pytest.mark.parametrize(
-    "work", ["time.sleep(600)", "while True: pass", "import logging; [logging.warning('x' * 1_000) for _ in iter(int, 1)]"]
+    "work",
+    ["time.sleep(600)", "while True: pass", "import logging; [logging.warning('x' * 1_000) for _ in iter(int, 1)]"],
 )
 def test_ctrl_c_ends_a_process_whose_event_loop_is_blocked(work: str) -> None:
     """Before, the signal waited for the loop, and then for whatever reads the log, here nothing."""

@@ -10,6 +10,7 @@ from tests.node.coordinator_world import ANNA, BEN, HEARTBEAT, make_parcel, make
 from tests.node.held_store_world import HeldStore
 from tests.time_world import until
 
+from prime_lab.memory_blobs import MemoryDocuments
 from prime_node.adapters.system_clock import SystemClock
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import LeaveRequest
@@ -51,10 +52,25 @@ async def test_a_coordinator_that_stood_still_loses_no_worker_and_no_lease() -> 
         assert (await world.client(ANNA).upload(make_parcel(lease, ANNA))).verdict is None
 
 
-async def test_a_worker_that_waits_for_a_slow_store_is_not_lost() -> None:
+class HeldDocuments(MemoryDocuments):
+    """Documents on the disk of a store that a test can block."""
+
+    def __init__(self, store: HeldStore) -> None:
+        super().__init__()
+        self._store = store
+
+    async def write(self, name: str, data: bytes) -> None:
+        await self._store.may_write.wait()
+        await super().write(name, data)
+
+
+@pytest.mark.parametrize("same_disk", [False, True])
+async def test_a_worker_that_waits_for_a_slow_store_is_not_lost(same_disk: bool) -> None:
     """Before, it was: its heartbeat was read and not answered, and so it sent no further one."""
     clock, store = JumpingClock(), HeldStore()
     parts = replace(memory_parts(make_run(heartbeat_seconds=HEARTBEAT_S)), clock=clock, store=store)
+    if same_disk:  # the timer itself waits for it
+        parts = replace(parts, private=HeldDocuments(store), published=HeldDocuments(store))
     async with running(parts, ANNA, BEN) as world:
         store.may_write.clear()
         store.is_asked.clear()

@@ -28,7 +28,7 @@ from prime_node.coordinator.api.statements import require_own_key
 from prime_node.coordinator.assembly import Coordinator, Parts, open_coordinator
 from prime_node.coordinator.journal import Journal
 from prime_node.coordinator.metrics import HOST_FAULTS, HOST_METRICS
-from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, ActiveWorkers
+from prime_node.coordinator.presence import HEARTBEATS_MISSED_MAX, ActiveWorkers, Presence
 from prime_node.coordinator.scrubbing import scrub_blobs
 from prime_node.coordinator.standby import Succession
 from prime_node.coordinator.state import events as ev
@@ -71,10 +71,14 @@ async def _serve(coordinator: Coordinator, parts: Parts, stop: asyncio.Event, su
     handlers, config, clock = coordinator.handlers, parts.config, parts.clock
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(coordinator.journal.write(trash.put_nowait))
-        ticker = tasks.create_task(_keep_time(coordinator, parts))
+        stalls = _stalls_of(coordinator, parts)
+        ticker = tasks.create_task(_keep_time(coordinator, parts, stalls))
         emptier = tasks.create_task(_empty(trash, parts.bundles))
         clerk = tasks.create_task(coordinator.dossiers.keep_dossiers())
-        cleaners = [tasks.create_task(coordinator.direct.sweep()), tasks.create_task(_sweep(coordinator, clock))]
+        cleaners = [
+            tasks.create_task(each)
+            for each in (coordinator.direct.sweep(), _sweep(coordinator, clock), stalls.watch(clock))
+        ]
         if config.scrub_hours and config.blobs == "folder":
             cleaners.append(tasks.create_task(scrub_blobs(parts.public, clock, every_s=3_600 * config.scrub_hours)))
         if config.standby and parts.leadership is not None:
@@ -174,48 +178,71 @@ class Watchdog:
 
 @dataclass(slots=True)
 class Stalls:
-    """Notices that this process stood still, or its store. Then workers have sent what is not read, or wait for answers."""
+    """Notices that this process stood still, or its store. Then workers have sent what is not read, or wait for answers.
+
+    It has a task of its own, because the ticker waits for the same disk.
+    """
 
     journal: Journal
+    presence: Presence
     tolerated_s: float
+    tick_s: float
+    grace_s: float
+    expire_from_s: float
+    """Time before which no lease expires."""
+    _looked_s: float
     _durable: int = -1
     _written_s: float = 0.0
     _is_stalled: bool = False
 
-    def look(self, late_s: float, now_s: float) -> float:
-        """Return for how long either did; 0.0 if that is tolerated. `late_s` is how late a timer was."""
+    async def watch(self, clock: Clock) -> None:
+        """Look at each tick. Run until it is cancelled."""
+        while True:
+            await clock.sleep(self.tick_s)
+            self.look(clock.monotonic_s())
+
+    def look(self, now_s: float) -> None:
+        """Give workers and leases more time if either stood still since the last look."""
+        late_s, self._looked_s = now_s - self._looked_s - self.tick_s, now_s
         if self.journal.is_synced or self.journal.durable != self._durable:
             self._durable, self._written_s = self.journal.durable, now_s
         was_stalled, stalled_s = self._is_stalled, max(late_s, now_s - self._written_s)
         self._is_stalled = stalled_s > self.tolerated_s
-        if self._is_stalled and not was_stalled:
+        if not self._is_stalled:
+            return
+        if not was_stalled:
             log.warning("the coordinator, or its store, stood still for %.1f s: workers get more time", stalled_s)
-        return stalled_s if self._is_stalled else 0.0
+        self.presence.excuse(now_s, min(stalled_s, PAUSE_S_MAX))  # their pauses have grown as long
+        self.expire_from_s = now_s + self.grace_s
 
 
-async def _keep_time(coordinator: Coordinator, parts: Parts) -> None:
+def _stalls_of(coordinator: Coordinator, parts: Parts) -> Stalls:
+    spec, now_s = parts.run.spec, parts.clock.monotonic_s()
+    # Workers may have failed to reach the daemon while it was down: their leases get a grace period before they expire.
+    grace_s = min(HEARTBEATS_MISSED_MAX * spec.heartbeat_seconds, spec.lease_seconds)
+    return Stalls(
+        *(coordinator.journal, coordinator.presence, spec.heartbeat_seconds, parts.config.tick_seconds, grace_s),
+        expire_from_s=now_s + grace_s,
+        _looked_s=now_s,
+    )
+
+
+async def _keep_time(coordinator: Coordinator, parts: Parts, stalls: Stalls) -> None:
     """Handle everything that only the passing of time decides."""
-    run, config, clock = parts.run, parts.config, parts.clock
+    config, clock = parts.config, parts.clock
     decisions, presence, handlers = coordinator.decisions, coordinator.presence, coordinator.handlers
     state = decisions.state
-    # Workers may have failed to reach the daemon while it was down: their leases get a grace period before they expire.
-    grace_s = min(HEARTBEATS_MISSED_MAX * run.spec.heartbeat_seconds, run.spec.lease_seconds)
-    expire_from_s = clock.monotonic_s() + grace_s
     saved_step = state.durable_step
     watchdog = Watchdog(coordinator.blockers, config.watchdog_seconds)
-    active, stalls = ActiveWorkers(state), Stalls(coordinator.journal, run.spec.heartbeat_seconds)
+    active = ActiveWorkers(state)
     while True:
-        begun_s = clock.monotonic_s()
         await clock.sleep(config.tick_seconds)
-        now_s = clock.monotonic_s()
-        if stalled_s := stalls.look(now_s - begun_s - config.tick_seconds, now_s):
-            presence.excuse(now_s, min(stalled_s, PAUSE_S_MAX))  # their pauses have grown as long
-            expire_from_s = now_s + grace_s
         if config.curriculum.is_on and state.durable_step > saved_step:
             saved_step = state.durable_step
             await coordinator.curation.save()
         now_s = clock.monotonic_s()
-        if now_s >= expire_from_s and (expired := expired_leases(state, clock.now_ms())):
+        stalls.look(now_s)  # it may be the first to wake
+        if now_s >= stalls.expire_from_s and (expired := expired_leases(state, clock.now_ms())):
             log.info("%d leases expired", len(expired))
             decisions.decide(ev.LeasesExpired(expired))
         if lost := presence.silent(active, now_s):
