@@ -49,11 +49,11 @@ class TokenScores:
         """Return the tokens' logprobs [N] at the sampling temperature, over the whole vocabulary."""
         return _chosen(self.scaled_NV, tokens_N) - self.scaled_NV.logsumexp(dim=1)
 
-    def spreads(self, logprobs_N: Tensor) -> Tensor:
+    def spreads(self, tokens_N: Tensor, logprobs_N: Tensor) -> Tensor:
         """Return Prefill.spread_T [N] of tokens with these logprobs [N]."""
-        squares_N = ((2 * self.scaled_NV).logsumexp(dim=1) - 2 * self.scaled_NV.logsumexp(dim=1)).exp()
-        chances_N = logprobs_N.exp()
-        return (1 - 2 * chances_N + squares_N).clamp_(min=0).sqrt()
+        normalisers_N1 = (_chosen(self.scaled_NV, tokens_N) - logprobs_N)[:, None]
+        squares_N = (self.scaled_NV - normalisers_N1).exp_().square_().sum(dim=1)
+        return (1 - 2 * logprobs_N.exp() + squares_N).clamp_(min=0).sqrt()
 
     def margins(self, tokens_N: Tensor) -> Tensor:
         """Return the margins [N] of chosen tokens, as SPEC.md, section 9, defines them."""
@@ -161,7 +161,7 @@ def judge_tokens(
         scores = score_tokens(model.logits(hidden_TD[part]), seeds[part], positions[part], sampling)
         chosen, is_filtered = tokens_T[part], scores.slack_NV is not None
         logprobs_N = scores.logprobs(chosen)
-        found = {"logprobs_T": logprobs_N, "spread_T": scores.spreads(logprobs_N)}
+        found = {"logprobs_T": logprobs_N, "spread_T": scores.spreads(chosen, logprobs_N)}
         if seeds[0] is None:
             outside_N = scores.outside(chosen)
             found |= {"margins_T": outside_N, "stop_margins_T": torch.zeros_like(outside_N)}
@@ -219,8 +219,9 @@ def reference_scores(
     for logits_NV, (_, tokens) in zip(logits, completions, strict=True):
         scaled_NV = logits_NV[-len(tokens) :]
         scores = TokenScores(scaled_NV, scaled_NV)
-        logprobs_N = scores.logprobs(torch.tensor(tokens, device=scaled_NV.device))
-        parts.append((logprobs_N.cpu(), scores.spreads(logprobs_N).cpu()))
+        tokens_N = torch.tensor(tokens, device=scaled_NV.device)
+        logprobs_N = scores.logprobs(tokens_N)
+        parts.append((logprobs_N.cpu(), scores.spreads(tokens_N, logprobs_N).cpu()))
     logprobs, spreads = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(spreads)
 

@@ -285,11 +285,15 @@ class TransformersEngine:
             row_T[[place for place, _, _ in string.chosen]] = True
         prompts, prompt_of_B = self._distinct([string.prompt_token_ids for string in strings])
         rows, hidden_PH = model.begin(prompts, spare=width)
-        hidden_BTH = hidden_PH[prompt_of_B][:, None]
-        if width > 1:
-            rows.select(prompt_of_B)
-            more_BTH = model.extend(rows, padded_BT[:, :-1], real_BT[:, :-1])
-            hidden_BTH = torch.cat([hidden_BTH, more_BTH], dim=1)
+        hidden_BTH = hidden_PH[prompt_of_B][:, None].repeat(1, width, 1)
+        left_B, sources_B, step = torch.arange(len(strings), device=model.device), prompt_of_B, max(16, width // 8)
+        for start in range(0, width - 1, step):  # sequences leave the batch after their last token
+            kept_B = (lengths_B[left_B] > start + 1).nonzero()[:, 0]
+            rows.select(sources_B[kept_B])
+            left_B, sources_B = left_B[kept_B], torch.arange(len(kept_B), device=model.device)
+            part = slice(start, min(start + step, width - 1))
+            more_BTH = model.extend(rows, padded_BT[left_B, part], real_BT[left_B, part])
+            hidden_BTH[left_B, start + 1 : part.stop + 1] = more_BTH
         hidden_NH, chosen_N = hidden_BTH[chosen_BT], padded_BT[chosen_BT]
         seeds = [seed for string in strings for _, seed, _ in string.chosen]
         positions = [position for string in strings for _, _, position in string.chosen]
