@@ -51,8 +51,8 @@ class TokenScores:
 
     def spreads(self, tokens_N: Tensor, logprobs_N: Tensor) -> Tensor:
         """Return Prefill.spread_T [N] of tokens with these logprobs [N]."""
-        normalisers_N1 = (_chosen(self.scaled_NV, tokens_N) - logprobs_N)[:, None]
-        squares_N = (self.scaled_NV - normalisers_N1).exp_().square_().sum(dim=1)
+        shift_N = logprobs_N - _chosen(self.scaled_NV, tokens_N)
+        squares_N = (self.scaled_NV + shift_N[:, None]).exp_().square_().sum(dim=1)
         return (1 - 2 * logprobs_N.exp() + squares_N).clamp_(min=0).sqrt()
 
     def margins(self, tokens_N: Tensor) -> Tensor:

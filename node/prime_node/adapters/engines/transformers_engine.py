@@ -287,7 +287,7 @@ class TransformersEngine:
         rows, hidden_PH = model.begin(prompts, spare=width)
         hidden_BTH = hidden_PH[prompt_of_B][:, None].repeat(1, width, 1)
         left_B, sources_B, step = torch.arange(len(strings), device=model.device), prompt_of_B, max(16, width // 8)
-        for start in range(0, width - 1, step):  # sequences leave the batch after their last token
+        for start in range(0, width - 1, step):  # without padding to the longest
             kept_B = (lengths_B[left_B] > start + 1).nonzero()[:, 0]
             rows.select(sources_B[kept_B])
             left_B, sources_B = left_B[kept_B], torch.arange(len(kept_B), device=model.device)
