@@ -6,7 +6,8 @@
 Each worker (prime_node.worker) has its own key, folder, follower of the policies, spool and receipts. Its engine is a table of
 logits, so it needs almost no time to generate. Four processes hold the workers. The coordinator (SQLite, folders), two gateways
 and a validator, which recomputes each bundle, are processes too. This one trains: it takes each batch and publishes a policy.
-Each step has one lease of eight rollouts for each worker, so a fair share is the same number of rollouts for all.
+Each step has one lease of eight rollouts for each worker, so a fair share is the same number of rollouts for all. The first
+policy is published once all have joined: before, those that were there would do all work, as none is kept for workers to come.
 
 Fairness is Jain's index of the rollouts accepted from each worker: 1 if all are equal, and 0.5 if half of them do everything.
 The cost of a rollout is the writer's processor time. "Refused" counts what receipts refuse.
@@ -143,11 +144,13 @@ def check_bundles(url: str, digest: str, pipe: Connection) -> None:
     asyncio.run(main())
 
 
-async def train(run: PinnedRun, url: str, steps: int) -> list[float]:
-    """Take each batch and publish the policy after it. Return the seconds of each step."""
+async def train(run: PinnedRun, url: str, workers: int, steps: int) -> list[float]:
+    """Wait for all workers, then take each batch and publish the policy after it. Return the seconds of each step."""
     source, took_s = MemorySource(run), list[float]()
     async with aiohttp.ClientSession() as session:
         world = World(run, memory_parts(run), url, session)
+        while f"\nprime_workers {workers:.1f}\n" not in (await world.get("/metrics"))[1].decode():  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
         await publish(world, source, 0, None)
         for step in range(steps):
             began_s, ask = time.perf_counter(), BatchRequest(step=step, durable_step=step, wait_s=10.0)
@@ -178,7 +181,7 @@ def measure(workers: int, steps: int) -> tuple[list[Outcome], float]:
             stack.callback(process.kill)
             pipes.append(here)
         before_s = processor_s(writer)
-        took_s = asyncio.run(train(run, f"http://127.0.0.1:{port}", steps))
+        took_s = asyncio.run(train(run, f"http://127.0.0.1:{port}", workers, steps))
         outcomes = []
         for here in pipes:
             assert here.poll(300.0), "the workers do not start"
