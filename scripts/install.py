@@ -51,6 +51,8 @@ CAPABILITY_MIN = (8, 0) if platform.machine() == "aarch64" else (7, 5)
 LINES_SHOWN = 6
 """Last lines of pip that are shown if it fails: its last one alone may be "for help visit ..."."""
 CUDA_PARTS = re.compile(r"(torch|triton|nvidia-[\w-]+|cuda-[\w-]+)==")
+NOT_COMPILED = "site-packages/(.*/tests?/|torch/testing/_internal/|transformers/models/(?!auto|llama|qwen|gemma))"
+"""Python files that few processes import, a third of all: compiling takes most of an installation's processor time."""
 FILE_BYTES_MAX = 64 << 20
 FILE_S_MAX = 600.0
 """Seconds for one file of a release: a source that sends a byte a minute would take years."""
@@ -272,7 +274,8 @@ def make_environment(folder: Path, source: str, release: dict[str, Any], roles: 
                 print(f"{len(entries)} packages with their digests", flush=True)
                 _run_step([*install, "--require-hashes", "-r", str(place / "lock.txt")], release["version"])
             _run_step([*install, str(place / pip), str(place / wheel)], release["version"])
-            compiles = ["-m", "compileall", "-q", "-j", "0", str(folder / "lib")]  # pip would use one processor
+            compiles = ["-m", "compileall", "-q", "-j", "0"]  # pip would use one processor
+            compiles += ["-x", NOT_COMPILED, str(folder / "lib")]
             subprocess.run([install[0], "-I", *compiles], capture_output=True, check=False)
     except Stop:
         shutil.rmtree(folder, ignore_errors=True)

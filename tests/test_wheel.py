@@ -15,7 +15,7 @@ from tests.source_tree import PACKAGES, ROOT, imports_of, modules, parsed
 from prime_node.cli.main import CONTROLS
 
 pytestmark = pytest.mark.xdist_group("source tree")
-BYTES_MAX = 1_637_800
+BYTES_MAX = 1_638_000
 """The aim is 800,000 bytes. Code alone takes 940,000, docstrings and comments 460,000, the names and hashes of 650 files
 140,000. Lower the bound whenever the wheel shrinks.
 The page in the browser takes 40,000: its own files 22,000, its history and its live changes the rest. Standbys take 10,000,
@@ -25,7 +25,8 @@ places that networks share 2,000, rarer lines between peers 700,
 calls with several heartbeats 2,700, bounds on what a hostile tokenizer takes 3,400, folders that another run used 500,
 leases that a gateway has passed on 2,600, no further coordinator without TLS 300, packets
 of gateways that arrive in part 2,200, GPUs that torch has no kernels for 1,500, settings of strangers 300, errors in the
-background 600, a decoder that is compiled while a worker starts 600, 8-bit moments 1,200."""
+background 600, a decoder that is compiled while a worker starts 600, 8-bit moments 1,200, advice on
+mistyped links 200."""
 
 ENTRY_POINTS = ("prime_node", "prime_node.__main__", "prime_node.cli.main")
 FOR_OTHER_PROGRAMS = {

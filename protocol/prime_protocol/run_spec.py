@@ -252,15 +252,21 @@ class JoinLink:
     @classmethod
     def parse(cls, text: str) -> JoinLink:
         """Parse a link that a user entered. Raises ValueError that says what is wrong with it."""
-        parts = urlsplit(text.strip())
+        text = text.strip(" \t\r\n<>\"'")
+        try:
+            parts = urlsplit(text)
+            port = parts.port
+        except ValueError as error:
+            raise ValueError(f"the join link {text[:120]!r} has no valid address: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username is not None:
             raise ValueError(f"a join link looks like http://host:port/#<64 hex digits>, got {text[:120]!r}")
-        if parts.port == 0:  # reading the port raises ValueError if it is not a number
+        if port == 0:
             raise ValueError("the join link's port is 0")
         run, dot, invite = parts.fragment.partition(".")
         if not is_digest(run):
             raise ValueError(
-                "the join link lacks its run digest: 64 hex digits after '#'. Ask the operator for the whole link"
+                f"the join link needs the 64 digits (0-9, a-f) of its run after '#', and has {len(run)} characters there. "
+                "Ask the operator for the whole link"
             )
         if dot and not (re.fullmatch(r"[0-9A-Za-z_=-]+", invite) and len(invite) <= limits.INVITE_CHARS_MAX):
             raise ValueError("the invitation at the join link's end is damaged. Ask the operator for the whole link")

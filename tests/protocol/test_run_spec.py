@@ -169,6 +169,7 @@ def test_a_key_may_have_several_roles(sample: Any) -> None:
         (f"http://host:8400/#{RUN}", "http://host:8400"),
         (f"http://host:8400#{RUN}", "http://host:8400"),
         (f"  https://host/a/b/#{RUN}\n", "https://host/a/b"),
+        (f"<http://host:8400/#{RUN}>", "http://host:8400"),
         (f"http://[2001:db8::1]:80/#{RUN}", "http://[2001:db8::1]:80"),
     ],
 )
@@ -214,6 +215,13 @@ def test_an_invitation_may_follow_the_digest() -> None:
 def test_what_is_no_join_link_is_the_users_mistake(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         JoinLink.parse(text)
+
+
+def test_a_mistake_in_a_join_link_is_named() -> None:
+    with pytest.raises(ValueError, match=r"the join link 'http://host:84OO/.* has no valid address: Port"):
+        JoinLink.parse(f"http://host:84OO/#{RUN}")
+    with pytest.raises(ValueError, match=r"has 60 characters there\. Ask the operator"):
+        JoinLink.parse(f"http://host:8400/#{RUN[:60]}")
 
 
 def test_the_digest_in_the_link_is_the_payloads(sample: Any) -> None:

@@ -31,6 +31,7 @@ def new(
     assignments: Set = [],  # noqa: B006 - typer reads it, nothing changes it
 ) -> None:
     """Make a run: keys, model files, the signed RunSpec and the join link."""
+    from prime_node.coordinator.config import CoordinatorConfig
     from prime_node.coordinator.new_run import RunConfig
 
     options = Options(config, assignments)
@@ -53,7 +54,10 @@ def new(
     say("start it, each in a terminal or a service of its own:")
     for role in ("coordinator", "trainer", "validator"):
         say(f"  prime-node {role} {shlex.quote(str(directory))}")
-    say("and on each machine that works for it:", f"  prime-node join {shlex.quote(str(link))}")
+    if options.load(CoordinatorConfig).invites_needed:
+        say("and make links for contributors:", f"  prime-node operate invite {shlex.quote(str(directory))}")
+    else:
+        say("and on each machine that works for it:", f"  prime-node join {shlex.quote(str(link))}")
 
 
 def make_run(run_dir: RunDir, options: Options, *, config_file: Path | None) -> PinnedRun:

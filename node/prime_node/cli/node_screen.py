@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _COLOURS = {"Generating": "green", "Paused": "yellow", "Waiting": "yellow", "Finishing": "yellow", "No answer": "red"}
 SENTENCE_CHARS_MAX = 240
 """A reason of the coordinator may be long; three lines of 80 characters show this much."""
-HINT = "Ctrl-C leaves; in another terminal: prime-node pause, finish, limit, open"
+HINT = "Ctrl-C leaves; in another terminal: prime-node pause, open"
 RULE = "─" * 40
 """Shorter than any terminal: a longer one would leave parts of itself where a terminal becomes narrower."""
 REFRESHES_PER_S = 2.0

@@ -266,7 +266,7 @@ async def _read(url: str, path: str) -> dict[str, Any]:
             f"cannot read a status from {printable(str(error), 300)}: {_advice(url, str(error))}"
         ) from None
     except RemoteError as error:
-        raise _no_status(url, error.detail) from None
+        raise LocalError(f"cannot read a status from {url}: {printable(error.detail, 200)}") from None
     except (ValueError, RecursionError):
         raise _no_status(url, "the answer is not valid") from None
     if not isinstance(value, dict):

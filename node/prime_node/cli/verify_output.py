@@ -111,7 +111,7 @@ def as_lines(found: Verification) -> Iterator[str]:
     """Yield the lines that are printed after the checks."""
     report, comparison, proof = found.report, found.comparison, found.proof
     if not report.passed:
-        yield "does NOT hold; checks after the failed one were not run"
+        yield "NOT verified; checks after the failed one were not run"
         if report.evidence:
             yield f"{len(report.evidence)} signed statements contradict each other; --evidence DIR saves them"
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -45,7 +45,7 @@ class ValidatorConfig(Settings):
     holds the run's environments. The first one starts at once, others when all are busy."""
     policies_kept: int = Field(default=4, ge=1)
     """Policies held in memory; async_level + 1 is enough for every possible request."""
-    mirrors: tuple[str, ...] = ()
+    mirrors: tuple[Annotated[str, Field(pattern="^https?://.")], ...] = ()
     """URLs that serve the run's checkpoints besides the coordinator. None of them is trusted."""
     swarm: SwarmConfig = SwarmConfig(private=True)
     """Exchange of policies with workers and seeders. By default a validator serves no peers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -70,7 +70,7 @@ class WorkerConfig(Settings):
     """Seconds for which the coordinator may hold a request for work open."""
     poll_seconds: float = Field(default=0.5, gt=0.0)
     """Seconds between polls for a new policy."""
-    mirrors: tuple[str, ...] = ()
+    mirrors: tuple[Annotated[str, Field(pattern="^https?://.")], ...] = ()
     """URLs that serve the run's checkpoints besides the coordinator. None of them is trusted; over http, others on the way see
     what is fetched."""
     swarm: SwarmConfig = SwarmConfig()

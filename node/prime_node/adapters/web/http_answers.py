@@ -187,7 +187,8 @@ def explained(status: int, body: bytes, date: str | None, clock: Clock) -> Remot
         code = _CODE_OF_STATUS.get(status)
         if code is None:
             code = ErrorCode.UNAVAILABLE if status >= 500 else ErrorCode.MALFORMED
-        return RemoteError(code, f"HTTP {status} without an explanation")
+        hint = ": is it the address of a coordinator?" if status < 500 else ""
+        return RemoteError(code, f"HTTP {status} without an explanation{hint}")
     detail = fault.detail
     if fault.code is ErrorCode.EXPIRED:
         detail += _clock_difference(date, clock)
