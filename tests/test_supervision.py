@@ -66,6 +66,7 @@ SEEN = {
     "cli/doctor.py::findings_of_child": "ends a process",
     "cli/environment_service.py::Service.handle": HANDLES,
     "cli/environment_service.py::Threads.submit": RETURNED,
+    "cli/lifetime.py::_Ends._end": "writes the log, which may block; the process ends in any case",
     "cli/lifetime.py::_Ends.after": "ends this process",
     "cli/lifetime.py::_live": DROPPED,
     "cli/supervisor.py::Supervisor.start": "`wait` and `stop` await it",
