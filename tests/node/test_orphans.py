@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.node.coordinator_process import WrongClock
-from tests.node.coordinator_world import ANNA, World, folder_parts, make_parcel, make_run, memory_parts, running
+from tests.node.coordinator_world import (
+    ANNA,
+    TRAINER,
+    World,
+    folder_parts,
+    make_parcel,
+    make_run,
+    memory_parts,
+    running,
+)
 from tests.node.crowd_world import persist
+from tests.node.held_store_world import HeldStore
 
 from prime_lab.memory_blobs import MemoryBlobs
 from prime_lab.s3_server import BUCKET
@@ -17,6 +28,7 @@ from prime_node.coordinator import daemon
 from prime_node.ports.blobs import Blobs
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
+from prime_protocol.requests import BatchRequest
 
 LATER = WrongClock(2 * daemon.PUBLIC_AGE_S)
 """Clock by which all that is stored now is old enough to be deleted."""
@@ -101,3 +113,54 @@ async def test_an_upload_of_bytes_that_are_being_deleted_is_refused_until_they_a
         assert (await persist(lambda: world.client(ANNA).upload(parcel))).verdict is None
         await until_deleted(world, bundles, await bundles.put(b"another one"))
         assert await bundles.has(digest_of(parcel))
+
+
+class ListedBlobs(MemoryBlobs):
+    """Blobs that say when all of them were listed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_listed = asyncio.Event()
+
+    async def digests(self, *, before_ms: int | None = None) -> AsyncIterator[str]:
+        async for digest in super().digests(before_ms=before_ms):
+            yield digest
+        self.is_listed.set()
+
+
+class HeldClock(WrongClock):
+    """Clock of a coordinator that deletes no orphans until a test lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(2 * daemon.PUBLIC_AGE_S)
+        self.may_sweep = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        if seconds == daemon.SWEEP_S:
+            await self.may_sweep.wait()
+        await super().sleep(seconds)
+
+
+async def test_bundles_that_a_crash_would_bring_back_stay_until_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are forgotten by an event that the store has not written."""
+    monkeypatch.setattr(daemon, "SWEEP_S", 0.01)
+    clock, store, bundles = HeldClock(), HeldStore(), ListedBlobs()
+    parts = replace(memory_parts(make_run()), clock=clock, store=store, bundles=bundles)
+    async with running(parts, ANNA) as world:
+        await world.fill(0)
+        trained = [digest async for digest in bundles.digests()]
+        assert trained
+        await world.publish()
+        store.may_write.clear()
+        store.is_asked.clear()
+        asking = asyncio.create_task(world.client(TRAINER).batch(BatchRequest(step=1, durable_step=1)))
+        await store.is_asked.wait()
+        bundles.is_listed.clear()
+        clock.may_sweep.set()
+        await bundles.is_listed.wait()
+        are_kept = [await bundles.has(digest) for digest in trained]
+        store.may_write.set()
+        await asking
+        assert all(are_kept)
+        for digest in trained:
+            await until_deleted(world, bundles, digest)

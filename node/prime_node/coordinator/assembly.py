@@ -260,13 +260,13 @@ class Coordinator:
         self.notifications, self.presence, self.manifests = notifications, presence, manifests
         self.curation, self.blockers, self.report, self.history = curation, blockers, report, history
 
-    async def sweep(self, *, public_age_s: float) -> None:
-        """Delete the bundles and public blobs that nothing refers to, unless they are young. Raise OSError."""
+    async def sweep(self, *, public_age_s: float, is_start: bool = False) -> None:
+        """Delete the bundles and public blobs that nothing refers to, unless they are young. Raise OSError or RemoteError."""
         spec, now_ms = self.storage.run.spec, self.storage.clock.now_ms()
         age_s = (
             spec.lease_seconds + limits.REQUEST_AGE_S_MAX
         )  # as long as a command of another process may be on its way
-        await self.storage.delete_orphans(before_ms=now_ms - round(1_000 * age_s))
+        await self.storage.delete_orphans(before_ms=now_ms - round(1_000 * age_s), is_start=is_start)
         await self.retention.sweep_blobs(before_ms=now_ms - round(1_000 * max(age_s, public_age_s)))
 
 
@@ -309,5 +309,5 @@ async def open_coordinator(parts: Parts, followed: tuple[int, State] | None = No
         coordinator.handlers.check_tasks.checks.add(pending.bundle, pending.lease.policy_version)
     await coordinator.curation.restore_pools(random.Random())
     await coordinator.history.restore()
-    await coordinator.sweep(public_age_s=0.0)
+    await coordinator.sweep(public_age_s=0.0, is_start=True)
     return coordinator

@@ -41,6 +41,7 @@ from prime_node.ports.metrics import Metrics
 from prime_node.ports.peer_network import PeerNetwork
 from prime_node.ports.transport import Unreachable
 from prime_node.ports.web import CallerBounds, Importance, Route, Sender
+from prime_protocol.errors import RemoteError
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +273,7 @@ async def _sweep(coordinator: Coordinator, clock: Clock) -> None:
         await clock.sleep(SWEEP_S)
         try:
             await coordinator.sweep(public_age_s=PUBLIC_AGE_S)
-        except OSError as error:
+        except (OSError, RemoteError) as error:
             log.warning("stored bytes that nothing refers to stay for now: %s", error)
 
 

@@ -89,17 +89,21 @@ class BundleStorage:
             if not self._used[digest]:
                 del self._used[digest]
 
-    async def delete_orphans(self, *, before_ms: int) -> None:
-        """Delete unreferenced bytes: of uploads that were not taken, and of interrupted deletions. Raise OSError.
+    async def delete_orphans(self, *, before_ms: int, is_start: bool) -> None:
+        """Delete unreferenced bytes: of uploads that were not taken, and of interrupted deletions. Raise OSError or RemoteError.
 
         Keep those stored at `before_ms` or later: their lease may last, and their upload may be on its way through another
-        process. One coordinator runs one deletion at a time.
+        process. Keep those of events that a crash would undo; a start has none, and nothing writes events yet. One coordinator
+        runs one deletion at a time.
         """
         state, num_deleted = self.decisions.state, 0
         spared = self._spared = set(self._used)
         kept = {*state.evidence, *state.bundles, *state.step_bundles(), *chain.from_iterable(self._logprobs.values())}
         try:
-            for digest in [found async for found in self.bundles.digests(before_ms=before_ms) if found not in kept]:
+            orphans = [found async for found in self.bundles.digests(before_ms=before_ms) if found not in kept]
+            if not is_start:
+                await self.decisions.synced()
+            for digest in orphans:
                 if not self.decisions.may_answer():  # the next leader may need it
                     break
                 if digest not in spared:
