@@ -60,6 +60,9 @@ class Scenario:
     completion_seconds: Callable[[int, int], float] | None = None
     """Function that returns a completion's seconds in its place of the engine, from its slot and its number in the group."""
 
+    first_lease_seconds: Callable[[int], float] | None = None
+    """Function that returns how long after the start a worker asks for its first lease, from its number; 0 if unset."""
+
     cancels: bool = True
     """Whether engines that generate side by side stop leases that can no longer be used."""
 

@@ -70,9 +70,10 @@ class SimulatedRun:
 
     def run(self) -> None:
         """Run until the last policy is published. Raises RuntimeError if the run deadlocks."""
-        for worker in self._workers:
+        begins_s = self.scenario.first_lease_seconds or (lambda number: 0.0)
+        for number, worker in enumerate(self._workers):
             self.decide(ev.WorkerJoined(worker.name, worker.name, "1", "engine", 64))
-            self.time.start(self._lease_ahead(worker))
+            self.time.start(self._lease_ahead(worker, begins_s(number)))
             if self.scenario.slots:
                 engine = BatchingWorker(self, worker)
                 self.engines.append(engine)
@@ -155,8 +156,10 @@ class SimulatedRun:
 
     # Workers
 
-    def _lease_ahead(self, worker: SimulatedWorker) -> Process:
+    def _lease_ahead(self, worker: SimulatedWorker, after_s: float) -> Process:
         costs = self.scenario.costs
+        if after_s:
+            yield after_s
         while True:
             while worker.room == 0 or worker.latest < 0:
                 yield worker.policy_came if worker.latest < 0 else worker.leases_came

@@ -6,26 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from prime_lab.batching_worker import SimulatedWorker
 from prime_lab.scenario import Costs, Scenario
-from prime_lab.virtual_time import Process
 from prime_lab.world import SimulatedRun
 from prime_protocol.schedule import Schedule
 
 WORKERS, STEPS, GROUPS_PER_LEASE, JOINING_S = 40, 5, 2, 5.0
 
 
-class LateJoiners(SimulatedRun):
-    """A run whose workers ask for their first lease one after another, within JOINING_S."""
-
-    def _lease_ahead(self, worker: SimulatedWorker) -> Process:
-        yield JOINING_S * self._workers.index(worker) / WORKERS
-        yield from super()._lease_ahead(worker)
-
-
 def shares(group_seconds: float) -> list[int]:
     """Return the rollouts accepted from each worker; each step has one lease for each."""
-    run = LateJoiners(
+    run = SimulatedRun(
         Scenario(
             Schedule(),
             async_level=1,
@@ -37,6 +27,7 @@ def shares(group_seconds: float) -> list[int]:
             costs=Costs(upload=0.01, check=0.01, validators=16),
             groups_per_lease=GROUPS_PER_LEASE,
             leases_ahead=0,
+            first_lease_seconds=lambda number: JOINING_S * number / WORKERS,
         )
     )
     run.run()
