@@ -25,12 +25,13 @@ from tests.node.held_store_world import HeldStore
 from prime_lab.memory_blobs import MemoryBlobs
 from prime_lab.s3_server import BUCKET
 from prime_node.coordinator import daemon
+from prime_node.coordinator.assembly import PUBLIC_AGE_S
 from prime_node.ports.blobs import Blobs
 from prime_protocol.digest import digest_of
 from prime_protocol.errors import ErrorCode, RemoteError
 from prime_protocol.requests import BatchRequest
 
-LATER = WrongClock(2 * daemon.PUBLIC_AGE_S)
+LATER = WrongClock(2 * PUBLIC_AGE_S)
 """Clock by which all that is stored now is old enough to be deleted."""
 
 
@@ -132,7 +133,7 @@ class HeldClock(WrongClock):
     """Clock of a coordinator that deletes no orphans until a test lets it."""
 
     def __init__(self) -> None:
-        super().__init__(2 * daemon.PUBLIC_AGE_S)
+        super().__init__(2 * PUBLIC_AGE_S)
         self.may_sweep = asyncio.Event()
 
     async def sleep(self, seconds: float) -> None:

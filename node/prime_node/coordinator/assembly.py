@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -80,7 +79,8 @@ from prime_protocol import limits
 from prime_protocol.identity import SigningKey
 from prime_protocol.run_spec import PinnedRun
 
-log = logging.getLogger(__name__)
+PUBLIC_AGE_S = 7 * 86_400.0
+"""Age at which unreferenced bytes of a policy are deleted: its trainer may be away, and has signed its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +260,12 @@ class Coordinator:
         self.notifications, self.presence, self.manifests = notifications, presence, manifests
         self.curation, self.blockers, self.report, self.history = curation, blockers, report, history
 
-    async def sweep(self, *, public_age_s: float, is_start: bool = False) -> None:
+    async def sweep(self, *, is_start: bool = False) -> None:
         """Delete the bundles and public blobs that nothing refers to, unless they are young. Raise OSError or RemoteError."""
         spec, now_ms = self.storage.run.spec, self.storage.clock.now_ms()
-        age_s = (
-            spec.lease_seconds + limits.REQUEST_AGE_S_MAX
-        )  # as long as a command of another process may be on its way
+        age_s = spec.lease_seconds + limits.REQUEST_AGE_S_MAX  # as a command of another process may be on its way
         await self.storage.delete_orphans(before_ms=now_ms - round(1_000 * age_s), is_start=is_start)
-        await self.retention.sweep_blobs(before_ms=now_ms - round(1_000 * max(age_s, public_age_s)))
+        await self.retention.sweep_blobs(before_ms=now_ms - round(1_000 * PUBLIC_AGE_S))
 
 
 async def open_coordinator(parts: Parts, followed: tuple[int, State] | None = None) -> Coordinator:
@@ -309,5 +307,5 @@ async def open_coordinator(parts: Parts, followed: tuple[int, State] | None = No
         coordinator.handlers.check_tasks.checks.add(pending.bundle, pending.lease.policy_version)
     await coordinator.curation.restore_pools(random.Random())
     await coordinator.history.restore()
-    await coordinator.sweep(public_age_s=0.0, is_start=True)
+    await coordinator.sweep(is_start=True)
     return coordinator

@@ -264,15 +264,13 @@ async def _keep_time(coordinator: Coordinator, parts: Parts, stalls: Stalls) -> 
 
 SWEEP_S = 6 * 3_600.0
 """Interval at which stored bytes that nothing refers to are looked for."""
-PUBLIC_AGE_S = 7 * 86_400.0
-"""Age at which such bytes of a policy are deleted during a run: its trainer may be away, and has signed its manifest."""
 
 
 async def _sweep(coordinator: Coordinator, clock: Clock) -> None:
     while True:
         await clock.sleep(SWEEP_S)
         try:
-            await coordinator.sweep(public_age_s=PUBLIC_AGE_S)
+            await coordinator.sweep()
         except (OSError, RemoteError) as error:
             log.warning("stored bytes that nothing refers to stay for now: %s", error)
 
