@@ -188,7 +188,7 @@ async def test_an_absent_coordinator_and_a_batch_that_is_not_ready_are_waited_fo
     coordinator.away = 5
     caplog.set_level("INFO")
     taking = asyncio.create_task(feed.take(0))
-    await coordinator.until(lambda: "policy 0 is not published" in caplog.text)
+    await coordinator.until(lambda: "policy 0 is not published" in feed.waits_for)
     coordinator.manifests = manifests
     assert (await taking).step == 0
     assert "connection refused; trying" in caplog.text

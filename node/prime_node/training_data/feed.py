@@ -40,6 +40,7 @@ _LEFT_OUT = b"left out\n"
 """Content of the file of a bundle that was left out."""
 
 log = logging.getLogger(__name__)
+NO_ANSWER = "the coordinator's answer"
 
 
 class KeptBundles:
@@ -145,7 +146,7 @@ class Feed:
         self._train_ms: int | None = None
         self.held_out: deque[HeldOutFigures] = deque()
         """Held-out figures that the coordinator has not received. Each request carries the oldest."""
-        self.waits_for = "the coordinator's answer"
+        self.waits_for = NO_ANSWER
         """What the coordinator waited for when it was asked last."""
         self._work: Callable[[StepBatch], Any] | None = None
 
@@ -204,6 +205,7 @@ class Feed:
         return found if self._work is None else replace(found, made=await asyncio.to_thread(self._work, found))
 
     async def _batch(self, step: int, part: int) -> Envelope:
+        self.waits_for = NO_ANSWER
         while True:
             answer = await ask_until_answered(
                 lambda: self._ask_for(step, part), what=f"batch {step}", clock=self._clock
